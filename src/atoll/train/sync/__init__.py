@@ -1,1 +1,2 @@
-"""What groups, or workers without one, exchange with each other: the ways to the shards of a server."""
+"""The exchanges of groups, or of workers without one: with a server's shards, with peers, and between
+replicas."""

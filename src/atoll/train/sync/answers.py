@@ -1,5 +1,7 @@
-"""What shards answer, chunk by chunk: asked for all at once, or a few chunks at a time where those go into
-tiers of memory; means, and new parameters, which are published all at once."""
+"""The answers of shards, chunk by chunk: means, and new parameters, which are published all at once.
+
+All chunks are asked for at once; or a few at a time, if they go into tiers of memory.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,15 @@ from atoll.train.sync.connection import (
 from atoll.train.sync.stores import Store
 from atoll.wire.messages import AnyMessage, LostBlocks, Mean, Parameters, Pull, PullMean
 
-Share = tuple[int, int]  # which run of each chunk, of how many
+Share = tuple[int, int]  # a share of each chunk: the index of its run, and the number of runs
 
 
 class Asking:
-    """Asks shards for chunks, of which at most `window` are on their way: `ask(chunk)` makes the message,
-    which is sent until the chunk `has_come`. Shards take turns, so that all of their links are used."""
+    """Questions to shards for chunks, of which at most `window` are on their way.
+
+    `ask(chunk)` makes the question, which is sent again until the chunk `has_come`. Shards take turns, so
+    that all of their links are used.
+    """
 
     def __init__(
         self, connection: Connection, kind: str, ask: Callable[[int], Pull | PullMean], window: int
@@ -40,13 +45,13 @@ class Asking:
         self._asked: set[int] = set()
 
     def begin(self, chunks: Iterable[int]) -> None:
-        """Ask for these, and for nothing that was asked for before."""
+        """Ask for these chunks, and no longer for others."""
         self.stop()
         self._waiting.extend(in_turn(chunks, self._connection.shard_of))
         self._more()
 
     def stop(self) -> None:
-        """Ask for nothing any more."""
+        """Ask for no chunk any more."""
         self._waiting.clear()
         for chunk in self._asked:
             self._connection.shards.answered((self._kind, chunk))
@@ -71,7 +76,7 @@ class Asking:
 
 
 def in_turn(chunks: Iterable[int], shard_of: Mapping[int, int]) -> list[int]:
-    """These, in the order in which they are asked for: one of each shard, and again."""
+    """Return the chunks in the order in which they are asked for: one of each shard, and again."""
     by_shard: dict[int, list[int]] = {}
     for chunk in chunks:
         by_shard.setdefault(shard_of[chunk], []).append(chunk)
@@ -80,7 +85,7 @@ def in_turn(chunks: Iterable[int], shard_of: Mapping[int, int]) -> list[int]:
 
 
 class Answers:
-    """Each chunk's answer to the latest question: its run of the values, 1-D, until it is taken."""
+    """Each chunk's answer to the latest question: this side's run of the values, 1-D, until it is taken."""
 
     def __init__(
         self,
@@ -90,11 +95,20 @@ class Answers:
         ask: Callable[[int], Pull | PullMean],
         window: int | None,
     ) -> None:
-        """`ask(chunk)` asks for one chunk, `kind` is what that is sent until; `window` is the store's."""
+        """Take answers of one kind.
+
+        Args:
+            chunks: the chunks.
+            connection: the connection to the shards.
+            kind: names the resend topics of the questions.
+            ask: makes the question for one chunk.
+            window: the most chunks on their way at once, as the store allows; None: all are asked for at
+                once.
+        """
         self._chunks = {bound.chunk.id: bound for bound in chunks}
         self._connection = connection
         self._asking = None if window is None else Asking(connection, kind, ask, window)
-        self._staged: dict[int, Tensor | None] = {}  # None: it is taken
+        self._staged: dict[int, Tensor | None] = {}  # None: the answer was taken
         self._share: Share = (0, 1)
 
     @property
@@ -104,29 +118,30 @@ class Answers:
 
     @property
     def by_chunk(self) -> bool:
-        """True if chunks are taken one by one."""
+        """True if chunks are asked for, and taken, one by one."""
         return self._asking is not None
 
     def in_turn(self) -> list[BoundChunk]:
-        """The chunks in the order in which they are asked for: the same on all members of a group."""
+        """Return the chunks in the order in which they are asked for, which is equal on all members of a
+        group."""
         return [self._chunks[each] for each in in_turn(self._chunks, self._connection.shard_of)]
 
     @abstractmethod
     def what(self) -> str:
-        """Return a description of the awaited answers, in words."""
+        """Return the awaited answers, in words."""
 
     def begin(self) -> None:
-        """Ask for the first chunks, where they are asked for one by one."""
+        """Ask for the first chunks, if they are asked for one by one."""
         if self._asking is not None:
             self._asking.begin(self._chunks)
 
     def stop(self) -> None:
-        """Ask for nothing any more."""
+        """Ask for no chunk any more."""
         if self._asking is not None:
             self._asking.stop()
 
     def next(self, chunk: int, what: str | Callable[[], str]) -> Tensor:
-        """Wait for this side's run of a chunk, and return the run."""
+        """Wait for this side's run of a chunk, and return it."""
         shard = self._connection.shard_of[chunk]
         self._connection.shards.wait(lambda: chunk in self._staged, lambda: [shard], what)
         values, self._staged[chunk] = self._staged[chunk], None
@@ -136,13 +151,15 @@ class Answers:
         return values
 
     def collect(self, what: str | Callable[[], str]) -> dict[int, Tensor]:
-        """Wait for all; each chunk's run that was not taken as it came, by chunk."""
+        """Wait for all answers; return the runs that were not taken before, by chunk."""
         self._connection.shards.wait(lambda: self.have_arrived, self._missing, what)
         return {chunk: values for chunk, values in self._staged.items() if values is not None}
 
     def _is_wanted(self, chunk: int, share: int, shares: int) -> bool:
-        """Whether an answer is one to the latest question: another may be to what this member asked for
-        before another was lost, or come once more."""
+        """True if an answer is to the latest question.
+
+        Others may be to a question from before a member was lost, or may have come a second time.
+        """
         asked = self._asking is None or self._asking.is_asked(chunk)
         return chunk in self._chunks and (share, shares) == self._share and asked
 
@@ -155,7 +172,7 @@ class Answers:
 
 
 class Means(Answers):
-    """A bsp iteration's mean."""
+    """The answers with a bsp iteration's mean."""
 
     def __init__(
         self,
@@ -166,21 +183,23 @@ class Means(Answers):
         *,
         of_group: bool,
     ) -> None:
-        """`of_group`: others are told what this side is answered; else the store keeps it as it comes."""
+        """Take means. `of_group`: other members take the answers too; else the store keeps them as they
+        come."""
         super().__init__(chunks, connection, "mean", self._pull_of, store.window)
         self._store, self._feedback, self._of_group = store, feedback, of_group
         self._iteration = -1
-        self.words: dict[int, Mean] = {}  # by chunk
+        self.words: dict[int, Mean] = {}  # the shards' messages, by chunk
         connection.shards.on(Mean, self._handle)
 
     def expect(self, iteration: int, share: Share) -> None:
-        """The last push to each shard has asked for the mean, or `begin` does."""
+        """Expect the mean of `iteration`, for which the last push to each shard has asked, or `begin`
+        asks."""
         self._staged.clear()
         self.words.clear()
         self._iteration, self._share = iteration, share
 
     def over(self) -> None:
-        """All have it. What comes now comes once more."""
+        """End the exchange: all members have the mean. Answers that still come are repeats."""
         self.stop()
         self._staged.clear()
         self._iteration = -1
@@ -217,8 +236,11 @@ class Means(Answers):
         self.words[message.chunk] = message
 
     def _answers(self, shard: int) -> None:
-        """The shard has what was sent to it, and that counts: from now on only the rest of its answer is
-        asked for again. A group's sums in tiers stay as they are until the exchange is over."""
+        """Note that a shard answers, and so has the contribution, which counts. Only the rest of its answer
+        is asked for again.
+
+        A group's sums in tiers stay unchanged until the exchange is over.
+        """
         if not self.by_chunk:
             self._connection.shards.answered(CONTRIBUTION, shard, instead=self._pull([]))
         elif not self._of_group:
@@ -226,7 +248,14 @@ class Means(Answers):
 
 
 class NewParameters(Answers):
-    """Parameters on their way from the shards: staged as they arrive, and published all at once."""
+    """The answers with parameters from the shards: staged as they arrive, and published all at once.
+
+    Attributes:
+        steps: True while the parameters to come follow from the script's own step.
+        clock: the clock of the latest answer, with which a worker that joins late begins.
+        staleness: the staleness in the latest answer.
+        consumed: the largest number of samples that an answer to the latest question has counted.
+    """
 
     def __init__(
         self,
@@ -241,23 +270,26 @@ class NewParameters(Answers):
         """Take parameters into `store`.
 
         Args:
-            of_group: others are told what this side is answered, in memory of its own.
-            lost: told of each answer: the iteration that it is to, the chunk, and what was lost of the
-                contribution.
-            consumed: told of the number of samples of all workers that an answer has counted.
+            chunks: the chunks.
+            connection: the connection to the shards.
+            store: takes the parameters.
+            of_group: True if other members take the answers too, in memory of their own.
+            lost: called for each answer with the iteration of the contribution, the chunk, and the lost part
+                of the contribution.
+            consumed: called with the number of samples of all workers that an answer has counted.
         """
         super().__init__(chunks, connection, "parameters", self._pull_of, store.window)
         self._store, self._of_group, self._told_lost, self._told_consumed = store, of_group, lost, consumed
-        self._publishing = False  # the script waits for it in `step`, or before its forward
-        self._begun = False  # some values have been written, and not all
-        self._drops = False  # what comes is what the parameters are
+        self._publishing = False  # True while the script waits for the parameters
+        self._begun = False  # True while some values are written, and not all
+        self._drops = False  # True while answers equal the present parameters
         self._newest = False
-        self.steps = False  # what comes is of the script's own step
+        self.steps = False
         self._asked: int | None = None  # the clock of the pull under way
-        self._until: tuple[Hashable, ...] = ()  # what its answer ends the sending again of
-        self.clock = 0  # of the latest answer: a worker that joins late begins there
-        self.staleness = 0.0  # the same answer's
-        self.consumed = 0.0  # the most samples that an answer to the latest question has counted
+        self._until: tuple[Hashable, ...] = ()  # resend topics that its answer ends
+        self.clock = 0
+        self.staleness = 0.0
+        self.consumed = 0.0
         connection.shards.on(Parameters, self._handle)
 
     @property
@@ -271,9 +303,16 @@ class NewParameters(Answers):
         contribution: Hashable = CONTRIBUTION,
         share: Share = (0, 1),
     ) -> None:
-        """Ask for the parameters with which a worker that has committed `clock` iterations goes on; `newest`
-        and `share` (the run, of how many): as wire's Pull has them. `contribution` is what the last of them
-        was sent until. Chunk by chunk, they are asked for as they are published."""
+        """Ask for the parameters with which a worker that has committed `clock` iterations goes on.
+
+        If chunks are taken one by one, each is asked for as it is published.
+
+        Args:
+            clock: the number of committed iterations.
+            newest: see wire/served.py: Pull.
+            contribution: the resend topic of the last contribution, which the answer ends too.
+            share: the run of each chunk to ask for, and the number of runs.
+        """
         self.expect(clock, contribution, share)
         self._newest = newest
         if self.by_chunk:
@@ -282,7 +321,8 @@ class NewParameters(Answers):
             self._connection.shards.send(shard, self._pull([]), until=STEP)
 
     def expect(self, clock: int, contribution: Hashable = CONTRIBUTION, share: Share = (0, 1)) -> None:
-        """As `pull`, where the contribution before has asked for them."""
+        """Expect parameters that the last contribution has already requested; the arguments are those of
+        `pull`."""
         self._staged.clear()
         self.consumed, self._newest = 0.0, False
         self._asked, self._share, self._until = clock, share, (contribution, STEP)
@@ -301,15 +341,15 @@ class NewParameters(Answers):
     def _pull_of(self, chunk: int) -> Pull:
         return self._pull([chunk])
 
-    # -- what becomes of them -------------------------------------------------------------------------------
+    # -- publishing -----------------------------------------------------------------------------------------
 
     def arrive(self) -> None:
-        """Wait for what was asked for, and leave the parameters as they are."""
+        """Wait for the requested parameters, and leave the present ones unchanged."""
         if self._asked is not None:
             self.collect(self.what)
 
     def publish(self) -> None:
-        """Wait for what was asked for and put it into the parameters."""
+        """Wait for the requested parameters, and write them over the present ones."""
         if self._asked is None:
             return
         self._begin_values()
@@ -334,7 +374,7 @@ class NewParameters(Answers):
             self._publishing = False
 
     def become(self, bound: BoundChunk, values: Tensor) -> None:
-        """Let a chunk's parameters have these values; `adopt` says that all have come."""
+        """Give a chunk's parameters these values. `adopt` or `publish` marks the end of all chunks."""
         if self._drops:
             return
         if not self._begun:
@@ -342,9 +382,9 @@ class NewParameters(Answers):
         self._store.write_values(bound, values)
 
     def adopt(self, values: Mapping[int, Tensor]) -> None:
-        """Put these into the parameters: values, 1-D, of all chunks but those that are there, by chunk. What
-        was asked for is not waited for any more."""
-        self._connection.shards.answered(CONTRIBUTION)  # where another one spoke in the end
+        """Write `values`, 1-D, by chunk, of all chunks that were not written yet, and end the wait for the
+        requested parameters."""
+        self._connection.shards.answered(CONTRIBUTION)  # another member may have talked to the shards
         self.discarded()
         for chunk_id, flat in values.items():
             self.become(self._chunks[chunk_id], flat)
@@ -352,7 +392,8 @@ class NewParameters(Answers):
             self._end_values()
 
     def discarded(self) -> None:
-        """What was asked for is not waited for any more: all shards have what it was made of."""
+        """End the wait for the requested parameters: all shards have the contribution from which they
+        follow."""
         self.stop()
         self._staged.clear()
         self._asked = None
@@ -360,7 +401,7 @@ class NewParameters(Answers):
             self._connection.shards.answered(topic)
 
     def discard(self) -> None:
-        """Wait for what was asked for, where it is known to be what the parameters are."""
+        """Wait for the requested parameters, which are known to equal the present ones, and drop them."""
         what = "word that a step is left out"
         self.begin()
         for bound in self.in_turn() if self.by_chunk else ():
@@ -370,7 +411,7 @@ class NewParameters(Answers):
 
     @contextmanager
     def dropping(self) -> Iterator[None]:
-        """Within it, what comes is put nowhere: it is what the parameters are."""
+        """Return a context in which answers are dropped: they equal the present parameters."""
         self._drops = True
         try:
             yield
@@ -379,7 +420,7 @@ class NewParameters(Answers):
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Within it, what is published is of the script's step."""
+        """Return a context in which published parameters follow from the script's own step."""
         self.steps = True
         try:
             yield
@@ -395,13 +436,13 @@ class NewParameters(Answers):
         self._begun = False
         self._store.end_values(stepped=self.steps)
 
-    # -- what the script has changed ------------------------------------------------------------------------
+    # -- changes by the script ------------------------------------------------------------------------------
 
     def check_unchanged(self) -> None:
         """Raise UserError if the script has written to a parameter: the shards would not know."""
         name = self._store.changed()
         if name:
-            self._asked = None  # nothing is written over it
+            self._asked = None  # the script's change is not overwritten
             raise UserError(
                 f"parameter {name!r} was changed by the script after session.prepare; under strategy "
                 "'server' parameters live at the shards: change it before session.prepare, or save and "
@@ -409,10 +450,10 @@ class NewParameters(Answers):
             )
 
     def forget_changes(self) -> None:
-        """What was written so far is known to the shards too."""
+        """Forget the script's changes so far: the shards know them too."""
         self._store.forget_changes()
 
-    # -- what comes ---------------------------------------------------------------------------------------
+    # -- answers ------------------------------------------------------------------------------------------
 
     def what(self) -> str:
         return f"{self._named_missing()} of the parameters after iteration {(self._asked or 0) - 1}"
@@ -420,7 +461,7 @@ class NewParameters(Answers):
     def _handle(self, shard: int, message: AnyMessage, payload: memoryview | None) -> None:
         assert isinstance(message, Parameters)
         if self._asked is None or message.asked != self._asked:
-            return  # an answer to a pull that was given up, or to the one before, once more
+            return  # an answer to a pull that was given up, or a repeat
         if not self._is_wanted(message.chunk, message.share, message.shares):
             return
         self.clock, self.staleness = message.clock, message.staleness
@@ -430,9 +471,9 @@ class NewParameters(Answers):
         check_holder(self._connection.shard_of, shard, message.chunk)
         bound = self._chunks[message.chunk]
         values = values_of(payload, bound, shard, self._share)
-        if self._publishing:  # while the next one is on its way
+        if self._publishing:  # while the next chunk is on its way
             self.become(bound, values)
         elif self._of_group and self.by_chunk:
             values = values.clone()
         self._staged[message.chunk] = None if self._publishing else values
-        self._connection.staleness(message.staleness)  # the same from every shard
+        self._connection.staleness(message.staleness)  # equal from every shard

@@ -1,5 +1,5 @@
-"""What a contributor to a parameter server says to its shards: a contribution's chunks, its commit, and the
-step that the script makes."""
+"""The messages of a contributor to the shards of a parameter server: a contribution's chunks, its commit, and
+the step."""
 
 from __future__ import annotations
 
@@ -39,24 +39,39 @@ from atoll.wire.messages import (
 
 @dataclass
 class Outgoing:
-    """A contribution, from the step that made it until its answer is there."""
+    """A contribution, from the step that made it until its answer has come.
+
+    Attributes:
+        iteration: the contributor's iteration.
+        own: its weight and samples; of a group, those of all members.
+        flats: the gradients by chunk, as `Store.read` returns them.
+        present: for each chunk and each slot, True if there is a gradient.
+        used: the data that the iteration used up.
+        able: the names of the members that have all of the contribution.
+        hyperparameters: the optimizer's.
+        behind: the number of the contributor's own exchanges that were in flight when it was computed.
+        grouping: the hub's latest grouping that the group knows.
+        waits: True if the script waits for the answer.
+        begun_in: the ring's generation in which the exchange began; -1: it has not begun.
+        sent_in: the ring's generation in which this member sent its part; -1: in none.
+    """
 
     iteration: int
-    own: Contribution  # of a group: all its members'
-    flats: Mapping[int, Tensor | Leaving]  # by chunk, as `Store.read` gives its gradients
+    own: Contribution
+    flats: Mapping[int, Tensor | Leaving]
     present: Mapping[int, Sequence[bool]]
     used: list[Used] = field(default_factory=list)
-    able: list[int] = field(default_factory=list)  # the members, by name, who have all of this
+    able: list[int] = field(default_factory=list)
     hyperparameters: Hyperparameters = field(default_factory=list)
-    behind: int = 0  # exchanges of the contributor's own that were in flight when it was computed
-    grouping: int = 0  # the hub's latest that the group knows of
-    waits: bool = True  # the script waits for the answer
-    begun_in: int = -1  # the ring's generation in which its exchange began; -1: it has not
-    sent_in: int = -1  # likewise, in which this member sent its part
+    behind: int = 0
+    grouping: int = 0
+    waits: bool = True
+    begun_in: int = -1
+    sent_in: int = -1
 
 
 class ServerClient:
-    """One model's words to the shards."""
+    """One model's messages to the shards."""
 
     def __init__(
         self,
@@ -69,21 +84,26 @@ class ServerClient:
         heard: Callable[[Committed], None],
         sent: Callable[[int], None],
     ) -> None:
-        """Speak to the shards.
+        """Talk to the shards.
 
         Args:
-            heard: takes the log's word on a contribution, as it comes.
-            sent: counts the bytes of gradients that leave.
+            chunks: the model's trained chunks.
+            connection: the connection to the shards.
+            store: where gradients, means and values lie.
+            calls: the model's services.
+            feedback: keeps the parts of gradients that the link and the codec drop.
+            heard: called with the log's answer to a contribution, as it comes.
+            sent: called with the bytes of gradients that leave.
         """
         self._chunks, self._connection, self._store, self._calls = list(chunks), connection, store, calls
         self._feedback, self._heard, self._sent = feedback, heard, sent
-        self._held_by = Counter(connection.shard_of.values())  # shard -> chunks
-        self._pushed: Counter[int] = Counter()  # of them, of this contribution
-        self.counted: Committed | None = None  # of the latest iteration that does
+        self._held_by = Counter(connection.shard_of.values())  # shard -> number of its chunks
+        self._pushed: Counter[int] = Counter()  # shard -> number of its chunks pushed in this contribution
+        self.counted: Committed | None = None  # the log's answer to the latest contribution
         connection.shards.on(Committed, self._handle_committed)
 
     def outgoing(self, iteration: int, own: Contribution, turn: int | None, **more: Any) -> Outgoing:
-        """A contribution of what the store has; `turn` as `Store.read` has it. One that weighs nothing is
+        """Return a contribution of the gradients in the store; `turn` as in `Store.read`. One of weight 0 has
         zeros."""
         flats, present = {}, {}
         for bound in self._chunks:
@@ -97,12 +117,12 @@ class ServerClient:
     # -- a contribution -----------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Another contribution begins, or this one again."""
+        """Begin another contribution, or the present one again."""
         self._pushed.clear()
         self._store.begin_leaving()
 
     def push_all(self, out: Outgoing, share: tuple[int, int] = (0, 1), **how: Any) -> None:
-        """Push this side's share of each chunk; `how` as `push` has it."""
+        """Push this side's share of each chunk; `how` are options of `push`."""
         self.begin()
         for bound in self._chunks:
             flat, present = out.flats[bound.chunk.id], out.present[bound.chunk.id]
@@ -121,16 +141,21 @@ class ServerClient:
         pull: bool = True,
         until: Hashable = CONTRIBUTION,
     ) -> None:
-        """Push a share of one chunk. The last push to a shard asks for what comes of the contribution, unless
-        `pull` is false.
+        """Push a share of one chunk. Unless `pull` is False, the last push to a shard asks for the result
+        too.
 
         Args:
-            flat: (extent,), which must stay as it is until the answer. Where the chunk is put together as it
-                leaves, no part of it may be lost, and nothing is asked for yet.
-            present: which slots have a gradient.
-            weight: the contribution's.
-            along: as `Feedback.write` has it, where another member may have sent it before.
-            until: the topic.
+            iteration: the contributor's iteration.
+            bound: the chunk.
+            flat: the chunk's gradients, (extent,), which must stay unchanged until the answer; or a function
+                that puts a run of them together as it leaves. Of the latter no part may be lost, and its push
+                asks for nothing.
+            present: for each slot, True if there is a gradient.
+            weight: the contribution's weight.
+            share: the run of the chunk to push, and the number of runs.
+            along: see `Feedback.write`; given if another member may have sent the contribution before.
+            pull: False to ask for nothing.
+            until: the resend topic.
         """
         chunk_id, shards = bound.chunk.id, self._connection.shards
         shard = self._connection.shard_of[chunk_id]
@@ -180,7 +205,10 @@ class ServerClient:
         )
 
     def wait_counted(self, iteration: int) -> Committed:
-        """The log's word that the contribution counts: until then it is told again to a log that was lost."""
+        """Wait for the log's answer that the contribution counts, and return it.
+
+        Until then the commit is sent again if the log was lost.
+        """
 
         def is_counted() -> bool:
             return self.counted is not None and self.counted.iteration == iteration
@@ -197,7 +225,11 @@ class ServerClient:
     # -- bsp: the step ------------------------------------------------------------------------------------
 
     def send_edited(self, iteration: int, edited: Sequence[int], *, send: bool = True) -> str:
-        """Send what the script made of these chunks' mean; its digest, which is the same on all workers."""
+        """Send the mean of these chunks as the script has edited it; return its digest, which is equal on all
+        workers.
+
+        Without `send`, only return the digest; "" if nothing was edited.
+        """
         shards, edits = self._connection.shards, hashlib.blake2b(digest_size=16)
         for chunk_id in edited:
             present, flat, payload = self._store.made_of_mean(chunk_id)
@@ -222,7 +254,16 @@ class ServerClient:
         *,
         accepted: bool,
     ) -> None:
-        """Let the shards make the step, by the mean times `scale`, or leave it out."""
+        """Let the shards step with the mean times `scale`, or leave the step out if it is not `accepted`.
+
+        Args:
+            iteration: the iteration.
+            scale: the factor for the shards' mean.
+            hyperparameters: the optimizer's.
+            edited: the chunks that the script has edited.
+            edits: the digest that `send_edited` returned.
+            accepted: False to leave the step out.
+        """
         shards = self._connection.shards
         shards.send(
             LOG,
@@ -241,7 +282,7 @@ class ServerClient:
         )
 
     def _stand(self, iteration: int) -> WorkerStand:
-        """This worker's place in its script: at the gradients of this iteration."""
+        """Return this worker's place in its script: at the gradients of this iteration."""
         return WorkerStand(
             self._connection.worker, gradients_in(iteration, waiting_line(), self._calls.epoch())
         )

@@ -1,5 +1,5 @@
-"""What all parts of an exchange with the shards of a parameter server have in common: the connection, and
-checks of what comes."""
+"""The connection that all parts of an exchange with a parameter server's shards share, and checks of
+answers."""
 
 from __future__ import annotations
 
@@ -18,34 +18,48 @@ from atoll.tensors.binding import BoundChunk
 from atoll.tensors.payload import tensor_of
 from atoll.wire.messages import Committed, Mean, Used, run_of
 
-# Resend topics: what answers a contribution (the mean under bsp, else the parameters), a step, a group's
-# commit.
+# Resend topics: a message is sent again until its topic is answered. A contribution is answered by the mean
+# under bsp, else by the parameters.
 CONTRIBUTION, STEP, COMMIT = "contribution", "step", "commit"
 
 
 class Members(Protocol):
-    """Who is told of the members of each iteration, and lets newcomers in between two of them."""
+    """The members of each iteration: newcomers enter between two iterations, and the members are notified of
+    changes."""
 
     def boundary(self, iteration: int) -> None:
-        """All of `iteration` is done but its exchange, and nothing of that was committed; raises UserError
-        where this worker has yet to enter the run."""
+        """Note that `iteration` is computed, and nothing of its exchange was committed: newcomers may take
+        the state.
+
+        Raises UserError if this worker has yet to enter the run.
+        """
 
     def over(self) -> None:
-        """The exchange is over."""
+        """Note that the exchange is over."""
 
     def told(self, committed: Committed) -> None:
-        """An iteration counts, with those in `committed`."""
+        """Take the log's answer that an iteration counts, with the members in `committed`."""
 
 
 @dataclass(frozen=True)
 class Connection:
-    """The shards, which of them holds each chunk (by id), the data that an iteration has used up, this
-    worker's number in the run, and how gradients go there and are written."""
+    """One model's connection to the shards.
+
+    Attributes:
+        shards: the link to the shards.
+        shard_of: the shard that holds each chunk, by the chunk's id.
+        used: returns the data that an iteration has used up.
+        staleness: called with the staleness of each contribution, as the shards measured it.
+        members: is notified of the members of each iteration.
+        worker: this worker's number in the run.
+        link: the options of the link.
+        coding: writes gradients for the way.
+    """
 
     shards: Link
     shard_of: dict[int, int]
     used: Callable[[], list[Used]]
-    staleness: Callable[[float], None]  # told what the shards measured of each contribution
+    staleness: Callable[[float], None]
     members: Members
     worker: int
     link: LinkOptions = field(default_factory=LinkOptions)
@@ -53,7 +67,7 @@ class Connection:
 
 
 def chunks_named(chunks: Iterable[int]) -> str:
-    """`chunk 3`, `chunks 1 and 3`, `chunks 0, 1, 2 and 5 more`."""
+    """Return words like `chunk 3`, `chunks 1 and 3`, `chunks 0, 1, 2 and 5 more`."""
     ids = sorted(chunks)
     if len(ids) == 1:
         return f"chunk {ids[0]}"
@@ -63,13 +77,13 @@ def chunks_named(chunks: Iterable[int]) -> str:
 
 
 def check_holder(shard_of: Mapping[int, int], shard: int, chunk: int) -> None:
-    """Raise RunError where `shard` answers for a chunk that another one holds."""
+    """Raise RunError if `shard` answers for a chunk that another shard holds."""
     if shard_of[chunk] != shard:
         raise RunError(f"shard {shard} answered for chunk {chunk}, which shard {shard_of[chunk]} holds")
 
 
 def check_mean(shard_of: Mapping[int, int], shard: int, mean: Mean, bound: BoundChunk) -> None:
-    """Raise RunError where `shard` sends what cannot be the mean of this chunk."""
+    """Raise RunError if a message of `shard` cannot be the mean of this chunk."""
     check_holder(shard_of, shard, mean.chunk)
     if len(mean.present) != len(bound.parameters):
         raise RunError(
@@ -81,8 +95,10 @@ def check_mean(shard_of: Mapping[int, int], shard: int, mean: Mean, bound: Bound
 def values_of(
     payload: memoryview | None, bound: BoundChunk, shard: int, share: tuple[int, int] = (0, 1)
 ) -> Tensor:
-    """The values of a chunk, or of a share of it, in `payload`, in place; raises RunError where their number
-    is wrong."""
+    """Return the values of a chunk, or of a share of it, in the memory of `payload`, 1-D.
+
+    Raises RunError if their number is wrong.
+    """
     start, stop = run_of(bound.chunk.extent, *share)
     expected = (stop - start) * bound.dtype.itemsize
     got = 0 if payload is None else len(payload)

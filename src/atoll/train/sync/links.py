@@ -1,4 +1,4 @@
-"""A worker's end of its links to other workers, which the hub has measured (`hub/links.py`)."""
+"""A worker's end of its links to other workers, which the hub lets the workers measure (`hub/links.py`)."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from atoll.wire.messages import LinkMeasured, LinkPlace, MeasureLink
 
 
 class LinkEnd:
-    """Others measure their links to this worker here, at `host`, while the hub wants it; and this worker
-    measures those that the hub asks it for, on a thread of their own, one after the other.
+    """A worker's end of its links, at `host`.
 
-    All calls come from one thread, and none of them waits for a link.
+    While the hub wants it, others measure their links to this worker here. This worker measures the links for
+    which the hub asks, one after the other, on a thread. All calls come from one thread, and none of them
+    waits for a link.
     """
 
     def __init__(self, host: str) -> None:
         self._host = host
         self._server: LinkServer | None = None
-        self._trouble = ""  # why there is no server
+        self._trouble = ""  # the reason why there is no server
         self._words: deque[LinkMeasured] = deque()
         self._measuring: threading.Thread | None = None
 
     def want(self, wanted: bool) -> bool:
-        """The hub wants links measured, or does not any more. Gives whether there is now a place to tell it
-        that there was not before."""
+        """Note whether the hub wants links measured. Return True if links can be measured here from now
+        on."""
         if not wanted:
             self.close()
         elif self._server is None and not self._trouble:
@@ -40,27 +41,30 @@ class LinkEnd:
         return False
 
     def place(self, incarnation: int) -> LinkPlace | None:
-        """Where this worker's links are measured; None while they are not."""
+        """Return the address at which this worker's links are measured; None while they are not."""
         server = self._server
         if server is None:
             return None
         return LinkPlace(incarnation=incarnation, host=self._host, port=server.port, token=server.token)
 
     def measure(self, ask: MeasureLink) -> None:
-        """Begin to measure; `measured` gives what comes of it. While another link is being measured, the hub
-        has given that up: it is not told of this one."""
+        """Begin to measure a link; `measured` returns the result.
+
+        If another link is still being measured, the hub has given up waiting for it; this request is then
+        ignored.
+        """
         if self._measuring is not None and self._measuring.is_alive():
             return
         self._measuring = threading.Thread(target=self._measure, args=(ask,), name="atoll-link", daemon=True)
         self._measuring.start()
 
     def measured(self, incarnation: int) -> list[LinkMeasured]:
-        """What was measured since the last call."""
+        """Return the measurements since the last call."""
         words = [self._words.popleft() for _ in range(len(self._words))]
         return [msgspec.structs.replace(word, incarnation=incarnation) for word in words]
 
     def close(self) -> None:
-        """Serve nobody any more; closing twice does no harm."""
+        """Let no one measure here any more; closing twice does no harm."""
         if self._server is not None:
             self._server.close()
             self._server = None

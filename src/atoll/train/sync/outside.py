@@ -1,4 +1,4 @@
-"""Strategies of other packages: how they are found, and how values are written for them."""
+"""Strategies of other packages: the search for them, and the coding of values for them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from atoll.wire.base import WireError
 
 
 def synchronizer_named(name: str) -> Callable[[], Synchronizer]:
-    """What makes the synchronizer called `name`, which some installed package has.
+    """Return the maker of the synchronizer called `name`, which an installed package offers.
 
-    Raises UserError where there is none, where it cannot be imported or made, and for what is none.
+    Raises UserError if there is none, if it cannot be imported or made, or if it is no Synchronizer.
     """
     entry = next((each for each in entry_points(group=SYNCHRONIZERS) if each.name == name), None)
     if entry is None:
@@ -47,8 +47,11 @@ def synchronizer_named(name: str) -> Callable[[], Synchronizer]:
 
 
 class Coded:
-    """Writes values by the run's codec, which takes float32; values of another dtype as they lie
-    (`exchange/synchronizer.py`: Coder)."""
+    """The coding of values by the run's codec, which takes float32. Values of another dtype are written as
+    they lie.
+
+    See `exchange/synchronizer.py`: Coder.
+    """
 
     def __init__(self, codec: Codec) -> None:
         self._coding = Coding(codec)

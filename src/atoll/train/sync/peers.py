@@ -1,4 +1,5 @@
-"""Strategy `peers` for one model: brings it to the node's CPU side, and its optimizer's state back."""
+"""Strategy `peers` for one model: the model goes to the node's CPU side, and its optimizer's state comes
+back."""
 
 from __future__ import annotations
 
@@ -40,19 +41,19 @@ from atoll.train.sync.peersworker import NodeWorker
 from atoll.train.sync.strategies import Stepper, Training, message_bytes_for
 from atoll.wire.device import NO_STATE, Applied, Ready, SetUp, State, WantState
 
-_FACTS = 256  # applied iterations, at least, that are kept for a deal that comes later than word of them
+_FACTS = 256  # the least number of applied iterations to keep, for a deal that comes later
 
 
 class Peers:
-    """Nodes exchange their gradients, and each makes the same global parameters of them.
+    """The strategy whose nodes exchange gradients, and compute equal global parameters from them.
 
-    `pace()` is what the session measures: seconds that a sample takes to compute; 0: not known yet.
-    `tell(line)` is for people.
+    `pace()` returns the seconds in which the session computes a sample; 0: not known yet. `tell(line)` prints
+    a line for people.
     """
 
-    collective = False  # every node makes each step, with gradients of its own
+    collective = False  # nodes step with gradients of their own
     brings_parameters = brings_frozen = True
-    shares_buffers = False  # beyond a node's devices
+    shares_buffers = False  # only a node's devices share them
 
     def __init__(
         self,
@@ -75,16 +76,16 @@ class Peers:
 
     @property
     def exchange(self) -> PeerExchange | None:
-        """The model's; None until it is prepared."""
+        """The model's exchange; None until the model is prepared."""
         return None if self._model is None else self._model.exchange
 
     def build(self, training: Training) -> tuple[Reducer, Stepper]:
-        """The reducer, and what steps."""
+        """Return the model's reducer and stepper."""
         place = OnDevice(training.chunks, self._worker.leads)
         return self.build_model(PeerModel(training, self._workers, self.parts(training, place)))
 
     def build_model(self, model: PeerModel) -> tuple[Reducer, Stepper]:
-        """As `build`, of a model that was made for this."""
+        """Return the reducer and the stepper of `model`."""
         self._model, training = model, model.training
         model.begin()
         return model.exchange, model.optimizer_kind(
@@ -98,7 +99,7 @@ class Peers:
         )
 
     def parts(self, training: Training, place: Place) -> NodeParts:
-        """What a model's exchange is composed of, whose values lie in `place`."""
+        """Return the parts of the exchange of a model whose values lie in `place`."""
         sync = training.config.sync
         return NodeParts(
             self._worker,
@@ -113,7 +114,7 @@ class Peers:
         )
 
     def batches(self, dataset: Sized, **options: Any) -> PeerBatches:
-        """This node's part of batches that all nodes share; `options` as in PeerBatches."""
+        """Return this node's part of batches that all nodes share; `options` are those of PeerBatches."""
         batches = PeerBatches(
             dataset,
             node=self._worker.node,
@@ -143,19 +144,22 @@ class Peers:
         )
 
     def _present(self) -> list[int]:
-        """Return the ranks of workers that take part in the iteration under way; empty where unknown.
+        """Return the ranks of workers that take part in the iteration under way; empty if that is unknown.
 
         Nodes notice a loss at different times, but must agree here. So the answer is the contributors to the
-        latest iteration that all nodes have applied before this one, which is `stale_max` before the last.
+        latest iteration that all nodes have applied by now: iteration n - 1 - `stale_max` in iteration n.
         """
         known = -1 if self.exchange is None else self.exchange.steps - self._stale_max - 1
         nodes: Iterable[int] = next((paces for iteration, paces in self._facts if iteration == known), ())
         return [rank for node in sorted(nodes) for rank in self._worker.introduction.workers_of(node)]
 
     def check_alike(self, call: str, dataset: Sized, **arguments: Any) -> None:
-        """Raise UserError on all workers unless all make this `call` for as many samples and with the same
-        arguments: else each would deal in its own way. One that comes late takes the others' deal, and checks
-        it then."""
+        """Raise UserError on all workers unless all make this `call` with equal arguments and equally many
+        samples.
+
+        Otherwise each worker would deal data in its own way. A worker that comes late takes the others' deal,
+        and checks it then.
+        """
         own = {"len(dataset)": len(dataset), **arguments}
         found = self._workers.gather({name: str(value) for name, value in own.items()}, call)
         first, ranks = found[0], self._workers.ranks
@@ -180,9 +184,9 @@ class Peers:
             each.applied(message.iteration, paces)
 
     def _check_epochs(self, stands: Mapping[int, Stand]) -> None:
-        """Raise MismatchError where contributions to one iteration come from batches of different epochs.
+        """Raise MismatchError if contributions to one iteration come from batches of different epochs.
 
-        Warn where the scripts' own loops are in different epochs. All nodes see the same contributions.
+        Warn if the scripts' own loops are in different epochs. All nodes see equal contributions.
         """
         workers_of = self._worker.introduction.workers_of
         by_worker = {workers_of(node)[0]: each for node, each in stands.items()}
@@ -193,29 +197,31 @@ class Peers:
             self.exchange.epochs_mixed(line)
 
     def loaded(self) -> None:
-        """A checkpoint was loaded into model and optimizer, on every node."""
+        """Bring the model to the CPU side again: every node has loaded a checkpoint."""
         self._facts.clear()
         if self._model is not None:
             self._model.set_up()
 
     def refresh(self) -> None:
-        """Take the parameters in which all that this node has contributed is applied."""
+        """Take parameters in which all contributions of this node are applied."""
         if self.exchange is not None:
             self.exchange.settle()
 
     def catch_up(self) -> None:
-        """Be where the others are, between two iterations."""
+        """Bring this node to the others' iteration, between two iterations."""
         if self.exchange is not None:
             self.exchange.catch_up()
 
     def drain(self, where: str) -> None:
-        """Return when all that this node has contributed is applied, as the session ends at `where`. Nodes
-        that come in now are let in first."""
+        """Return when all contributions of this node are applied, as the session ends at `where`.
+
+        Nodes that come in now are let in first.
+        """
         if self.exchange is not None:
             self.exchange.end(where)
 
     def figures(self) -> dict[str, Any]:
-        """Of the latest step, for its StepDone."""
+        """Return fields of the latest step's StepDone."""
         exchange = self.exchange
         return {} if exchange is None else {"exchange": exchange.seconds, "staleness": exchange.staleness}
 
@@ -227,13 +233,13 @@ class Peers:
         return self._worker.late
 
     def begin(self) -> None:
-        """The nodes have met as they were introduced."""
+        """Do nothing: the nodes met when they were introduced."""
 
     def ending(self) -> None:
-        """Whoever comes now is let in as the session ends."""
+        """Do nothing: the session's end lets in nodes that come now."""
 
     def enter(self) -> bool:
-        """Enter with the script's state of a member; what is trained has come already."""
+        """Enter with the script's state of a member. The model's state has come already."""
         if self.exchange is None:
             raise UserError("session.resume needs a model; call session.prepare(model, optimizer) first")
         self._returned(self._worker.script)
@@ -243,18 +249,18 @@ class Peers:
     def _capture(self) -> bytes:
         try:
             return self._state.capture(fixed=True)
-        except CheckpointError as error:  # the newcomer's to know, and nothing that ends this one
+        except CheckpointError as error:  # the newcomer raises it; this node goes on
             self._tell(f"{NO_STATE}: {error}")
             return b""
 
     def _returned(self, script: bytes) -> None:
         if not script:
-            raise GivenUpError(  # and no end of the others' run
+            raise GivenUpError(  # the other nodes go on
                 f"node {self._worker.node} cannot come in: the others could not give it the script's state "
                 "(samplers, buffers, what is registered), and their logs say why; go on from a checkpoint"
             )
         self._state.restore(script, self._workers.place.rank, fixed=True)
-        for batches in self._batches:  # what the member had not heard of, and this node has
+        for batches in self._batches:  # facts that this node knows and the member did not
             for fact in self._facts:
                 batches.applied(*fact)
 
@@ -262,7 +268,7 @@ class Peers:
 class PeerModel:
     """One model at the node's CPU side."""
 
-    reads_lazily = False  # the optimizer's state, which may be more than the device holds
+    reads_lazily = False  # True if the optimizer's state may be more than the device holds
     optimizer_kind: type[RemoteOptimizer] = RemoteOptimizer
 
     def __init__(
@@ -277,19 +283,20 @@ class PeerModel:
         self._returned = parts.returned
         kind = type(training.optimizer)
         self._optimizer, self._own_optimizer = full_name(kind), own_path(kind, "peers")
-        self._imports = bool(self._own_optimizer) or parts.coding.name not in OWN  # at the CPU side, too
+        # True if the CPU side must import code of other packages:
+        self._imports = bool(self._own_optimizer) or parts.coding.name not in OWN
         hyperparameters = sent_groups(training.optimizer)
         self._fingerprint = fingerprint(self._optimizer, hyperparameters, configured=self._own_optimizer)
         self._ready: Ready | None = None
-        self._number = 0  # of set-ups
+        self._number = 0  # number of set-ups so far
         parts.worker.on(Ready, self._handle_ready)
 
     def _make_exchange(self, parts: NodeParts) -> PeerExchange:
-        """That of a node with one device, or with several."""
+        """Return the exchange of a node with one device, or with several."""
         training, ring = self.training, self._worker.devices.ring
         if ring is None:
             return PeerExchange(training.chunks, training.calls, parts)
-        # A node of which nobody has samples weighs nothing:
+        # A node on which no device has samples weighs nothing:
         options = {
             "fills_up": True,
             "steps_here": False,
@@ -299,7 +306,8 @@ class PeerModel:
         return DevicesExchange(training.chunks, training.calls, parts, make_sum, ring, keeps_own=True)
 
     def begin(self) -> None:
-        """All nodes begin with the first one's values; a node that comes late gets its own from a member."""
+        """Begin with the first node's values, on all nodes. A node that comes late takes a member's
+        values."""
         self._check_alike()
         self._take_from_first()
         self.set_up()
@@ -321,8 +329,10 @@ class PeerModel:
                 )
 
     def set_up(self) -> None:
-        """Bring the model's values and the optimizer's state to the CPU side, as they are here: the leader of
-        the node's devices does, and all share its memory."""
+        """Bring the model's present values and the optimizer's state to the CPU side.
+
+        The leader of the node's devices does, and all devices share its memory.
+        """
         training, worker = self.training, self._worker
         self._number += 1
         self._ready = None
@@ -334,8 +344,8 @@ class PeerModel:
             lambda: self._ready is not None, "its CPU side to be set up, and to be let in by the others"
         )
         assert self._ready is not None
-        # One that was left out before it was ready comes in as one that comes late. The script's state is
-        # session.resume's to put back; where a checkpoint was being loaded, that is past.
+        # A node that was left out before it was ready comes in like a late one. session.resume puts the
+        # script's state back. A node that was loading a checkpoint is past that call: it is put back here.
         came_in = worker.late or self._ready.incarnation != worker.incarnation
         worker.late = came_in and (worker.late or self._number == 1)
         worker.entered(self._ready)
@@ -347,7 +357,7 @@ class PeerModel:
         training.optimizer.state.clear()
 
     def _share_memory(self) -> HostMemory:
-        """The memory that the leader makes for its CPU side, with the model's values in it."""
+        """Return the memory that the leader makes for its CPU side, with the model's values in it."""
         training, made = self.training, []
 
         def make() -> bytes:
@@ -365,7 +375,7 @@ class PeerModel:
         return memory
 
     def _copy_values(self, bound: BoundChunk, into: Tensor) -> None:
-        """A chunk's values, (extent,)."""
+        """Copy a chunk's values into `into`, (extent,)."""
         into.copy_(bound.flat[: bound.chunk.extent].detach())
 
     def _take_frozen(self, memory: HostMemory) -> None:
@@ -402,8 +412,12 @@ class PeerModel:
         self.exchange.step(accepted, sent_groups(self.training.optimizer))
 
     def fetch_state(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """Each parameter's state, as plain torch would have it, with all that this node has contributed. On
-        any device of the node, alone: the others have no part in it, so parameters stay as they are there."""
+        """Return each parameter's state, as plain torch would have it, with all contributions of this node
+        applied.
+
+        A node's device may make this call alone. The other devices have no part in it, so parameters stay
+        unchanged if there are several.
+        """
         if self._worker.devices.count == 1:
             self.exchange.settle()
         file = make_file(0, "the optimizer's state")
@@ -427,7 +441,8 @@ class PeerModel:
         return state
 
     def _packed(self) -> tuple[int, int]:
-        """The optimizer's state in a file: how many bytes, and its descriptor; -1: it has none."""
+        """Write the optimizer's state into a file; return its number of bytes and its descriptor, or (0, -1)
+        without state."""
         optimizer = self.training.optimizer
         if not any(optimizer.state.values()):
             return 0, -1
@@ -437,7 +452,8 @@ class PeerModel:
         return len(raw), file
 
     def _digest(self) -> str:
-        """What must be the same on every node, for one that comes late."""
+        """Return a digest of the settings that must be equal on every node, to check a node that comes
+        late."""
         training = self.training
         sections = (training.config.chunks, training.config.sync, training.config.link)
         told = (training.chunk_map, type(training.optimizer).__qualname__, *sections, self._fingerprint)

@@ -1,8 +1,8 @@
 """The devices of a node: the workers of one launch, which reduce their gradients on a ring of their own.
 
-The first one leads: it alone has the node's CPU side. What that says the leader tells the others at the same
-lines of their scripts, so that all devices of a node know the same wherever they decide anything, and make
-the same calls. A launch is one failure domain: where a device is lost, so is the node. Source:
+The first device leads: it alone is connected to the node's CPU side. The leader passes the CPU side's
+messages on to the other devices, at the same lines of their scripts. So all devices of a node decide alike,
+and make equal calls. A launch is one failure domain: if a device is lost, so is the node. Source:
 docs/peers.md, "Several devices a node".
 """
 
@@ -31,26 +31,35 @@ from atoll.train.api.place import Place
 from atoll.train.group.ringbytes import broadcast_bytes, gather_bytes
 from atoll.train.group.rounds import Ring
 
-# Beyond sync.timeout: devices wait for their leader, whose own wait has that deadline, and whose error says
+# Added to sync.timeout for a wait for the leader: the leader's own wait ends first, with an error that says
 # what it waited for.
 LEADER_SECONDS = 10.0
-_LONG = 2**16  # bytes: a gathering has room for as many of each device
+_LONG = 2**16  # the most bytes of each device in a gathering
 
 
 class _Word(msgspec.Struct, frozen=True, array_like=True):
-    """What a device brings to a call that all of its node make: what it has said. The leader's is that and
-    what it tells, or `failed`: its error's class and line."""
+    """A device's part in a call that all devices of its node make.
+
+    Attributes:
+        call: the call, in words.
+        payload: the device's bytes; of the leader, its answer to all and its own bytes.
+        failed: the class and the line of the leader's error; None if it has none.
+        more: True if the leader's answer is long, and follows in a broadcast.
+    """
 
     call: str
     payload: bytes = b""
     failed: tuple[str, str] | None = None
-    more: bool = False  # what the leader tells is long, and follows
+    more: bool = False
 
 
 @contextlib.contextmanager
 def one_node_in_trouble() -> Iterator[None]:
-    """Within it a node's devices wait for one another: one that does not come is the trouble of this node
-    alone, which may be started again, and no end of the run."""
+    """Return a context for waits of a node's devices for one another.
+
+    It turns DeadlineError into GivenUpError: a missing device is the trouble of this node alone, which may be
+    started again, and does not end the run.
+    """
     try:
         yield
     except DeadlineError as error:
@@ -58,27 +67,37 @@ def one_node_in_trouble() -> Iterator[None]:
 
 
 class Devices:
-    """The node's devices, of which this worker is number `rank` of `count`. `ring` is theirs; None: there is
-    one."""
+    """The node's devices, of which this worker is number `rank` of `count`.
+
+    Attributes:
+        ring: the devices' ring; None if there is one device.
+        rank: this worker's number among the devices.
+        count: the number of devices.
+        said: the devices' bytes in the latest `led`, in order.
+    """
 
     def __init__(self, ring: Ring | None = None) -> None:
         self.ring = ring
         self.rank = 0 if ring is None else ring.rank
         self.count = 1 if ring is None else ring.world
-        self.said: list[bytes] = [b""]  # by the devices, in order, in the latest `led`
+        self.said: list[bytes] = [b""]
 
     @property
     def seconds_waited(self) -> float:
-        """For one another, in all."""
+        """The seconds that this device has waited for the others so far."""
         return 0.0 if self.ring is None else self.ring.seconds_waited
 
     def gather(self, payload: bytes, call: str) -> list[bytes]:
-        """What each device brings, in order. All make the same calls: raises UserError where they do not."""
+        """Return each device's bytes, in order. All devices make the same calls: raises UserError if they do
+        not."""
         return [word.payload for word in self._meet(_Word(call, payload))]
 
     def led(self, act: Callable[[], bytes], call: str, said: bytes = b"") -> bytes:
-        """What `act` gives at the leader, at all devices; where it raises an error of ours, all raise that.
-        All are here when the leader hears what they have `said`."""
+        """Return, on all devices, the result of `act` on the leader. An AtollError of `act` is raised on all
+        devices.
+
+        All devices have come once the leader has the bytes that each has `said`.
+        """
         if self.ring is None:
             self.said = [said]
             return act()
@@ -132,11 +151,12 @@ def by_torchrun() -> bool:
 
 
 def places_of(config: Config, place: Place | None) -> tuple[Place, Place | None]:
-    """This worker's place among the devices of its node (of a world of 1: it is the only one), and the node's
-    among the nodes, as far as it is known by now: None where it is the hub's to say, or the environment's.
+    """Return this worker's place among its node's devices, and the node's place among the nodes.
 
-    By a hub, each launch of torchrun's is a node. In a launch without one the workers are `groups.count`
-    nodes, in order of rank; each is a node of its own where that is not given. Raises ConfigError.
+    The first is a place alone if the node has one device. The second is None if the hub, or the environment,
+    gives it later. With a hub, each launch of torchrun is a node. In a launch without a hub the workers are
+    `groups.count` nodes, in the order of ranks; without that setting each worker is a node. Raises
+    ConfigError.
     """
     if place is None and os.environ.get(HUB_VARIABLE):
         launch = Place.from_environment(config.timeout_seconds) if by_torchrun() else Place()
@@ -161,7 +181,8 @@ def places_of(config: Config, place: Place | None) -> tuple[Place, Place | None]
 
 
 def _check_on_one_machine(each: int, what: str, world: int) -> None:
-    """Raise ConfigError unless `each` devices of a node are on one machine, as torchrun's variables say."""
+    """Raise ConfigError unless the devices of each node, `each` of them, are on one machine, by torchrun's
+    variables."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     if not local.isdecimal() or int(local) % each == 0:
         return

@@ -1,4 +1,4 @@
-"""How a device of a node asks the node's CPU side itself, without the leader (`cpuside/door.py`)."""
+"""The questions of a device to its node's CPU side, without the leader (`cpuside/door.py`)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,19 @@ _SLICE_SECONDS = 0.2
 
 
 def ask_at(door: str, question: WantState, file: int, timeout: float, who: str, what: str) -> State:
-    """Ask at the CPU side's door, and wait for the answer; `who` asks for `what`. Raises DeadlineError after
-    `timeout` seconds (sync.timeout), with what the CPU side says keeps it, and RunError where that is
-    gone."""
+    """Ask at the CPU side's door, and return the answer.
+
+    Raises DeadlineError after `timeout` seconds (sync.timeout), with the reason why the CPU side waits, and
+    RunError if the CPU side is gone.
+
+    Args:
+        door: the name of the CPU side's socket.
+        question: the question.
+        file: the descriptor of the file that takes the state.
+        timeout: seconds to wait.
+        who: this worker, in words for errors.
+        what: the state asked for, in words for errors.
+    """
     began, holds_up = time.monotonic(), ""
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     link.settimeout(timeout)

@@ -1,12 +1,12 @@
-"""The way of a gradient to its node's CPU side, and of new parameters back: through memory that both share.
+"""The way of a gradient to its node's CPU side, and of new parameters back, through shared memory.
 
-`step()` writes this node's own gradients into their slot, hands them over, and goes on with the newest local
-parameters that the CPU side has published, which is one copy. It gives the CPU side the time to put that
-contribution, and what has come meanwhile, over the global parameters, where this is short beside an
-iteration: one step later they would be worth much less (docs/notes/peers.md). It waits for other nodes only
-where the next iteration would begin with parameters that are staler than `sync.stale_max` allows. Of a node's
-several devices (train/sync/peersring.py) the leader does so, and all take the same parameters. Source:
-docs/peers.md, "What a step does".
+`step()` writes this node's own gradients into their slot, hands the slot over, and goes on with the newest
+local parameters that the CPU side has published, which is one copy. It first gives the CPU side time to
+overlay the parameters with that contribution and with others that have come meanwhile, if this takes little
+time beside an iteration: one step later the overlay would be worth much less (docs/notes/peers.md). It waits
+for other nodes only if the next iteration would begin with parameters staler than `sync.stale_max` allows. Of
+several devices of a node (train/sync/peersring.py) the leader does this, and all take equal parameters.
+Source: docs/peers.md, "What a step does".
 """
 
 from __future__ import annotations
@@ -45,13 +45,15 @@ from atoll.wire.device import (
 from atoll.wire.messages import Hyperparameters
 from atoll.wire.workerstand import WorkerStand
 
-FRESH_SHARE = 0.5  # of an iteration's computing, that may go into the wait for its own contribution's effect
+FRESH_SHARE = 0.5  # the most of an iteration's computing time to wait for its own contribution's effect
 
 
 class Said(msgspec.Struct):
     """A node's note on its contribution, sent to all nodes.
 
-    It has the seconds to compute a sample (0: unknown), by which data is dealt, and the script's place.
+    Attributes:
+        pace: the seconds in which the node computes a sample, by which data is dealt; 0: unknown.
+        stand: the script's place.
     """
 
     pace: float = 0.0
@@ -59,11 +61,11 @@ class Said(msgspec.Struct):
 
 
 def said_in(note: Note) -> Said:
-    """What stands in a contribution's note; nothing where it is none of ours."""
+    """Return the content of a contribution's note; an empty one if the note cannot be read."""
     try:
         said = from_msgpack(note, Said)
         if said.stand is not None:
-            decode_stand(encode_stand(said.stand))  # its texts are of another node
+            decode_stand(encode_stand(said.stand))  # raises StandError for bad texts of another node
         return said
     except (msgspec.DecodeError, StandError):
         return Said()
@@ -71,10 +73,19 @@ def said_in(note: Note) -> Said:
 
 @dataclass(frozen=True)
 class NodeParts:
-    """What an exchange needs of its node. `capture()` gives the script's state for a node that comes late;
-    `returned(script)` takes it, where the others went on without this node. `overlaid`: parameters have the
-    node's own contributions over them before those are applied. `pace()` is how many seconds a sample takes
-    at this device (0: not known), and `tell(line)` is for people. `coding`: how gradients travel."""
+    """The parts of a node that its exchange needs.
+
+    Attributes:
+        worker: the node.
+        coding: writes gradients for the way.
+        place: where parameters and gradients lie.
+        stale_max: the most iterations that this node may be ahead.
+        overlaid: True if local parameters include the node's own contributions before these are applied.
+        capture: returns the script's state for a node that comes late.
+        returned: takes the script's state, after the others went on without this node.
+        pace: returns the seconds in which this device computes a sample; 0: not known.
+        tell: prints a line for people.
+    """
 
     worker: NodeWorker
     coding: Coding
@@ -88,15 +99,15 @@ class NodeParts:
 
 
 class ScriptState:
-    """Gives the script's state to the nodes that come in, at a boundary between two iterations."""
+    """The giving of the script's state to nodes that come in, at a boundary between two iterations."""
 
     def __init__(self, worker: NodeWorker, capture: Callable[[], bytes]) -> None:
         self._worker, self._capture = worker, capture
-        self._is_at_end = False  # any time is a boundary
+        self._is_at_end = False  # True: any time is a boundary
         worker.on(CaptureAt, lambda _: self._asked())
 
     def give(self, boundary: int) -> None:
-        """Give it to those who come in at this boundary, or at one before."""
+        """Give the state to nodes that come in at this boundary or at an earlier one."""
         due = [each for each in self._worker.wanted if each <= boundary]
         if due:
             self._worker.wanted = [each for each in self._worker.wanted if each > boundary]
@@ -106,7 +117,7 @@ class ScriptState:
                 self._worker.send(Captured(iteration=iteration, script=script, meeting=meeting))
 
     def end(self) -> None:
-        """The script makes no more iterations: from now on any time is a boundary."""
+        """Note that the script makes no more iterations: from now on any time is a boundary."""
         self._is_at_end = True
         self._asked()
 
@@ -116,10 +127,18 @@ class ScriptState:
 
 
 class PeerExchange(Reducer):
-    """Gradients are this node's own, as edits of them are; the mean over nodes is the CPU side's."""
+    """The exchange of a node's gradients. `p.grad` is this node's own gradient, and edits act on it.
+
+    The CPU side computes the mean over nodes.
+
+    Attributes:
+        parameters: this device's copy of the CPU side's parameters.
+        seconds: the seconds of the latest step's exchange, without waits.
+        staleness: the staleness, in iterations, at the start of the latest step's iteration.
+    """
 
     acts_before_forward = acts_before_state_dict = True
-    sums_samples = False  # the CPU side says what all nodes have contributed
+    sums_samples = False  # the CPU side reports the samples of all nodes
 
     def __init__(
         self, chunks: Sequence[BoundChunk], calls: Calls, parts: NodeParts, make_sum: MakeSum = Own
@@ -133,20 +152,19 @@ class PeerExchange(Reducer):
         self.parameters = LocalParameters(parts.place, worker)
         self._slots = Slots(worker)
         self._script = ScriptState(worker, parts.capture)
-        self._computing, self._left = 0.0, 0.0  # seconds between two steps, smoothed; when the last one ended
-        self._clip: Clip | None = None  # what the script asked of the mean in this iteration
-        self._weighed = Contribution(0.0, 0.0)  # this iteration's
-        self._refused = False  # no node is to make this iteration's step
-        self._stale = (
-            False  # its gradients are of parameters from before the others went on without this node
-        )
-        self.seconds = 0.0  # in exchange and not waiting, of the latest step
-        self.staleness = 0  # of the latest step's iteration, at its start
+        self._computing, self._left = 0.0, 0.0  # smoothed seconds between two steps; the end of the last step
+        self._clip: Clip | None = None  # the clipping that the script asked of this iteration's mean
+        self._weighed = Contribution(0.0, 0.0)  # this iteration's contribution
+        self._refused = False  # True if no node may make this iteration's step
+        # True if the gradients' parameters are from before the others went on without this node:
+        self._stale = False
+        self.seconds = 0.0
+        self.staleness = 0
 
     # Set up
 
     def attach(self, memory: HostMemory, iteration: int) -> None:
-        """Exchange through this memory from `iteration` on; parameters are published there next."""
+        """Exchange through `memory` from `iteration` on; parameters are published there next."""
         self.parameters.attach(memory)
         self.steps = self._slots.freed = iteration
         self._place.attach(memory, iteration)
@@ -155,10 +173,11 @@ class PeerExchange(Reducer):
         """Take the parameters with which `iteration` begins."""
         parameters = self.parameters
         self.steps = self._slots.freed = iteration
-        self._worker.at = min(self._worker.at, max(0, iteration - 1))  # it may be an earlier checkpoint's
+        # A load of an earlier checkpoint goes back:
+        self._worker.at = min(self._worker.at, max(0, iteration - 1))
         parameters.through, self._left = 0, 0.0
         self._worker.wait(lambda: parameters.is_newer, f"the parameters of iteration {iteration}")
-        parameters.taken = 0  # of what the CPU side had before
+        parameters.taken = 0  # forget the former parameters
         self.go_on(iteration, iteration - self._stale_max)
         self._place.begin(iteration)
 
@@ -170,7 +189,8 @@ class PeerExchange(Reducer):
     # An iteration
 
     def before_use(self, *_: object) -> None:
-        """A forward comes: where the others went on without this node, take up where they are."""
+        """Go on at the others' iteration before a forward, if they went on without this node and it is
+        back."""
         returned, self._worker.returned = self._worker.returned, None
         if returned is None:
             return
@@ -186,16 +206,18 @@ class PeerExchange(Reducer):
             )
 
     def between(self) -> None:
-        """The script asks for data: between two iterations that is as good as a forward, and the loop over
-        the data hears in time that it is to go on."""
+        """Act as before a forward, since the script asks for data between two iterations.
+
+        So the loop over the data learns in time that it goes on.
+        """
         if not self.reduced:
             self.before_use()
 
     def reduce(self) -> None:
-        """A backward has ended: nothing leaves the node before `step`."""
+        """Finish the iteration's gradients after backward. Nothing leaves the node before `step`."""
         self._come()
         self._weigh(self.contribute())
-        if self._weighed.weight <= 0:  # no number, perhaps: as on a ring, it is shown nowhere
+        if self._weighed.weight <= 0:  # gradients of weight 0 may be NaN: show none, like a ring
             for bound in self._chunks:
                 for parameter in bound.parameters:
                     parameter.grad = None
@@ -206,13 +228,16 @@ class PeerExchange(Reducer):
         super().reduce()
 
     def _come(self) -> None:
-        """Be at the end of an iteration's backward, where others may come in."""
+        """Mark the end of an iteration's backward, where other nodes may come in.
+
+        Raises UserError if this node comes late and has not entered.
+        """
         if self._worker.late:
             raise UserError(
                 "this node comes late: the run is under way; call session.resume() before the loop, after "
                 "session.prepare and all that it puts back (schedulers, samplers, session.register)"
             )
-        if self._worker.returned is not None:  # no forward of the whole model came before, or none at all
+        if self._worker.returned is not None:  # no forward of the model has acted on the return
             self._stale = any(p.grad is not None for bound in self._chunks for p in bound.parameters)
             PeerExchange.before_use(self)
         self._worker.take(f"the end of iteration {self.steps}'s backward")
@@ -220,7 +245,8 @@ class PeerExchange(Reducer):
         self._script.give(self.steps)
 
     def _weigh(self, own: Contribution) -> None:
-        """What this iteration's contribution weighs: what is of parameters too old, nothing."""
+        """Set this iteration's contribution; it weighs 0 if its gradients are of parameters that are too
+        old."""
         self._weighed = Contribution(0.0, own.samples) if self._stale else own
 
     def before_step(self) -> None:
@@ -228,22 +254,22 @@ class PeerExchange(Reducer):
         super().before_step()
 
     def refuse(self) -> None:
-        self._refused = self._stale_max == 0  # else others may have computed with it already
+        self._refused = self._stale_max == 0  # else other nodes may have used it already
 
     def clip(self, by: Clipping) -> Tensor:
-        """The CPU side clips the mean, whose norm this node does not know; returns this node's own norm."""
+        """Let the CPU side clip the mean, whose norm this node does not know; return this node's own norm."""
         self._clip = Clip(max_norm=float(by.max_norm), norm_type=float(by.norm_type))
         return by.measure()
 
     @torch.no_grad()
     def step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
-        """The script's `optimizer.step()`: hand the contribution over, and go on."""
+        """Make the script's `optimizer.step()`: hand the contribution over, and go on with new parameters."""
         self._calls.leaving()
         began, waited = time.perf_counter(), self._worker.seconds_waited
         self.staleness = max(0, self.steps - self.parameters.taken)
         self._worker.take(f"optimizer.step() of iteration {self.steps}", self._say())
         note = Said(self._node_pace(), gradients_in(self.steps, waiting_line(), self._calls.epoch()))
-        if self._worker.returned is None:  # else what was computed counts nowhere
+        if self._worker.returned is None:  # otherwise the contribution counts nowhere
             self._hand_over(accepted, hyperparameters, note)
         self._clip, self._stale, self._refused = None, False, False
         if self._left:
@@ -258,7 +284,7 @@ class PeerExchange(Reducer):
         self._end_step()
 
     def _await_own(self) -> None:
-        """Wait for parameters with this iteration's own contribution over them, where that is short."""
+        """Wait for parameters overlaid with this iteration's own contribution, if the wait is short."""
         limit, own = FRESH_SHARE * self._computing, self.steps + 1
         self._worker.give_time(
             limit if self.parameters.overlaying <= limit else 0.0,
@@ -266,13 +292,15 @@ class PeerExchange(Reducer):
         )
 
     def settle(self) -> None:
-        """Wait until all that this node has contributed is applied, and take those parameters."""
+        """Wait until all contributions of this node are applied, and take those parameters."""
         if self.parameters.memory is not None:
             self.go_on(self.steps, self.steps, "all that was contributed to be applied: ")
 
     def catch_up(self) -> None:
-        """Return when all that this node has contributed is applied: so it is one of the members. Where they
-        went on without it, when it is where they are."""
+        """Return when all contributions of this node are applied, so that it is a member.
+
+        If the others went on without it, return when it is at their iteration.
+        """
         self.settle()
         self._worker.wait(
             lambda: not self._worker.is_out or self._worker.returned is not None,
@@ -281,8 +309,13 @@ class PeerExchange(Reducer):
         self.between()
 
     def go_on(self, iteration: int, least: int, why: str = "") -> None:
-        """Take the newest parameters; wait for them where `iteration` must not begin before the global
-        iteration is `least`; `why` that is stands before what is waited for."""
+        """Take the newest parameters; wait if the global iteration is below `least`.
+
+        Args:
+            iteration: this node's next iteration, for errors.
+            least: the least global iteration with which `iteration` may begin.
+            why: the reason, which stands before the wait's description in errors.
+        """
         parameters = self.parameters
         if parameters.at < least and self._worker.returned is None:
             stand = WorkerStand(self._worker.introduction.place.rank, self._stand(iteration))
@@ -306,7 +339,7 @@ class PeerExchange(Reducer):
         return self._worker.call or gradients(max(0, iteration - 1), waiting_line())
 
     def end(self, where: str) -> None:
-        """All iterations are made, as `where` says: return when they are applied. From now on any time is a
+        """Return when all iterations are applied, as the session ends at `where`. From now on any time is a
         boundary."""
         self._worker.take(where)
         self.settle()
@@ -316,7 +349,7 @@ class PeerExchange(Reducer):
     # Inside
 
     def _hand_over(self, accepted: bool, hyperparameters: Hyperparameters, note: Said) -> None:
-        """Write the gradients into their slot, and say so."""
+        """Write the gradients into their slot, and announce them to the CPU side."""
         own, memory = self._weighed, self.parameters.memory
         assert memory is not None
         self._slots.await_free(self.steps, memory.plan.slots)
@@ -345,15 +378,15 @@ class PeerExchange(Reducer):
         self._place.begin(self.steps + 1)
 
     def _say(self) -> bytes:
-        """What the leader is to hear of this device before the node contributes."""
+        """Return the bytes for the leader to hear of this device before the node contributes."""
         return b""
 
     def _node_pace(self) -> float:
-        """Seconds that this node takes for a sample, by what its devices have just said."""
+        """Return the seconds in which this node computes a sample, by the reports of its devices."""
         return self._pace()
 
     def _end_step(self) -> None:
-        """The iteration's parameters are taken."""
+        """End the step: its parameters are taken."""
         memory = self.parameters.memory
         assert memory is not None
         if self._place.waits_for_next and self._worker.returned is None:
@@ -361,4 +394,4 @@ class PeerExchange(Reducer):
         self._place.stepped()
 
     def load_member_state(self, state: Mapping[str, Any]) -> None:
-        """Which iteration this node makes next is the CPU side's to say."""
+        """Do nothing: the CPU side decides which iteration this node makes next."""

@@ -1,9 +1,9 @@
-"""Strategy `peers` under budgets of memory: a node's devices train on values that its CPU side lends them.
+"""Strategy `peers` under memory budgets: a node's devices train on values that its CPU side lends them.
 
-The CPU side holds values and optimizer state in host memory and makes the steps; what it publishes is what a
-device reads its chunks from, and a device's gradients go straight into the iteration's slot. So a device
-under a budget has an arena of its own and nothing else: no tier of host memory, no second copy.
-Source: docs/memory.md, "Lent values".
+The CPU side holds values and optimizer state in host memory, and makes the steps. A device reads its chunks
+from the memory in which the CPU side publishes, and its gradients go straight into the iteration's slot. So a
+device under a budget has only an arena of its own: no tier of host memory, no second copy. Source:
+docs/memory.md, "Lent values".
 """
 
 from __future__ import annotations
@@ -62,7 +62,10 @@ class LentTiers(Tiers):
         self._model: LentPeerModel | None = None
 
     def strategy(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Strategy | None:
-        """None where parameters and gradients fit on each worker's device."""
+        """Return the strategy of a lent model; None if parameters and gradients fit on each worker's device.
+
+        Raises UserError on all workers if a worker's budgets are too small.
+        """
         word, found = _Word(), None
         try:
             self._check_host(model, optimizer)
@@ -79,13 +82,14 @@ class LentTiers(Tiers):
         self._plan = found
         if all(each.fits for each in told):
             return None
-        if found.fits:  # and on another's it does not: all go one way
+        if found.fits:  # it does not fit on another worker's device: all must lend
             held = msgspec.structs.replace(self._memory, step="host")
             self._plan = plan(model, optimizer, held, lent=self._node.devices.count)
         return LentPeers(self._peers, self._make_model)
 
     def _tell(self, word: bytes, what: str) -> list[bytes]:
-        """What each worker says as the model is prepared; where this node comes late, each of its devices."""
+        """Return each worker's `word` as the model is prepared; if this node comes late, those of its own
+        devices."""
         if self._node.late:
             return self._node.devices.gather(word, what)
         return self._workers.gather_bytes(word, what)
@@ -96,7 +100,7 @@ class LentTiers(Tiers):
         return self._model
 
     def fit(self, model: nn.Module, optimizer: torch.optim.Optimizer, epochs: BatchEpochs) -> None:
-        del optimizer, epochs  # steps are the CPU side's, and so is the comparison
+        del optimizer, epochs  # the CPU side makes the steps, and compares epochs
         assert self._plan is not None
         assert self._model is not None
         place = self._model.place
@@ -112,7 +116,7 @@ class LentTiers(Tiers):
         place.fitted = self.fitted = fitted
 
     def _check_host(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Raise UserError where a node takes more of host memory than its budget."""
+        """Raise UserError if a node needs more host memory than its budget."""
         budget = self._memory.budgets().host
         if budget is None:
             return
@@ -132,7 +136,7 @@ class LentTiers(Tiers):
 
 
 class LentPeers:
-    """Strategy `peers` for a model that is trained in tiers; `make` makes it."""
+    """Strategy `peers` for a model that is trained in tiers; `make` makes the model."""
 
     brings_parameters = brings_frozen = True
     collective = shares_buffers = False
@@ -152,7 +156,7 @@ class LentPeers:
 
 
 class _Word(msgspec.Struct):
-    """What a worker says before its model is prepared: whether it fits on its device, or what is wrong."""
+    """A worker's report before its model is prepared: whether the model fits on its device, or its error."""
 
     fits: bool = False
     error: str = ""
@@ -161,16 +165,19 @@ class _Word(msgspec.Struct):
 def least_host_bytes(
     layout: ChunkMap, optimizer: torch.optim.Optimizer, stale_max: int, nodes: int, devices: int
 ) -> int:
-    """What a node takes of host memory at most, of a model in this layout: the formula of docs/peers.md, and
-    for each device but the leader the gradients that it has at its node's ring."""
+    """Return the bytes of host memory that a node needs at most, for a model in this layout.
+
+    It is the formula of docs/peers.md, plus, for each device but the leader, the gradients that the device
+    holds for its node's ring.
+    """
     memory = plan_memory(layout, slots_for(stale_max), BUFFERS)
-    kept: dict[str, dict[str, torch.dtype]] = {}  # by a chunk's dtype: what is kept for each element
+    kept: dict[str, dict[str, torch.dtype]] = {}  # by a chunk's dtype: the dtypes of each element's state
     trained = state = 0
-    largest = {"": 0}  # of scratch memory: of means and values, and of each kind of state
+    largest = {"": 0}  # scratch bytes: of means and values (""), and of each kind of state
     for chunk in layout.trainable:
         values = chunk.extent * itemsize(chunk.dtype)
         largest[""] = max(largest[""], 2 * values)
-        if not layout.groups[chunk.group].settings:  # no optimizer steps it
+        if not layout.groups[chunk.group].settings:  # no optimizer steps this chunk
             continue
         trained += values
         if chunk.dtype not in kept:
@@ -191,8 +198,10 @@ def least_host_bytes(
 
 
 class HostedOptimizer(RemoteOptimizer):
-    """An optimizer whose steps are made elsewhere, and whose state is more than the device holds: what is
-    loaded stays where it is, and is read from there, where torch would move it to the parameters' device."""
+    """An optimizer whose steps are made elsewhere, and whose state may be more than the device holds.
+
+    A loaded state stays where it lies and is read from there. Torch would move it to the parameters' device.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, hooks: StepHooks, **calls: Any) -> None:
         super().__init__(optimizer, hooks, **calls)
@@ -217,7 +226,7 @@ class HostedOptimizer(RemoteOptimizer):
 
 
 def _kept(key: str, value: Any, parameter: nn.Parameter) -> Any:
-    """In the dtype that torch's `load_state_dict` gives it."""
+    """Return a loaded value in the dtype that torch's `load_state_dict` would give it."""
     casts = isinstance(value, Tensor) and key != "step" and parameter.is_floating_point()
     return value.to(parameter.dtype) if casts and value.dtype != parameter.dtype else value
 
@@ -241,12 +250,12 @@ class LentPeerModel(PeerModel):
 
     @property
     def chunk_map(self) -> ChunkMap:
-        """The layout that the CPU side has."""
+        """The layout, which is also the CPU side's."""
         return self.training.chunk_map
 
     @torch.no_grad()
     def _take_from_first(self) -> None:
-        """Receive the first worker's parameters, one chunk at a time: all together may not fit in memory."""
+        """Receive the first worker's parameters, one chunk at a time: memory may not hold all at once."""
         for bound in self.training.chunks:
             self._workers.take_from_first(bound.parameters, "node 0's parameters")
 
@@ -257,19 +266,22 @@ class LentPeerModel(PeerModel):
                 carve(into, slot.offset, parameter).copy_(stored)
 
     def _take_frozen(self, memory: HostMemory) -> None:
-        """They are read from that memory."""
+        """Do nothing: frozen parameters are read from the shared memory."""
 
 
 class LentSum(AtEnd):
-    """Over a node's devices, each of which has gradients of its own in host memory: when a backward has ended
-    they become the node's mean, chunk by chunk, on the devices' ring. The leader's lie in the slot."""
+    """The sum over a node's devices, each of which has gradients of its own in host memory.
+
+    When a backward has ended the gradients become the node's mean, chunk by chunk, on the devices' ring. The
+    leader's gradients lie in the slot.
+    """
 
     def __init__(
         self, owner: Owner, chunks: Sequence[BoundChunk], *, ring: Ring, calls: Calls, lent: Lent
     ) -> None:
         super().__init__(owner, chunks)
         self._ring, self._lent = ring, lent
-        # Of the last mean compare the scale only: the leader's wish to clip counts, and no device steps.
+        # Compare only the scale of the last mean: the leader's clipping counts, and no device steps.
         self._treatments = Treatments(lambda: [{GRADIENT_SCALE: calls.unscaled()}])
         self._ballot = Ballot(ring, owner, calls, self._treatments)
         self._scaling = Scaling(owner)
@@ -288,7 +300,7 @@ class LentSum(AtEnd):
         scaling.as_before(own, self._ring.world)
         with torch.no_grad():
             agreed = ballot.agreed(own, ballot.sum(ballot.said(own, self._chunks)), self._chunks)
-            self._treatments.latest = None  # all know
+            self._treatments.latest = None  # all devices know it
             if scaling.is_wrong(agreed):
                 scaling.take(agreed)
             scale = scaling.of(own)

@@ -1,6 +1,6 @@
-"""What a device of a node shares with its CPU side: parameters that come, and gradients that go.
+"""The memory that a device of a node shares with the CPU side: parameters that come, and gradients that go.
 
-`Place` says where a device has its parameters and gradients: on the device (`OnDevice`), or lent by the CPU
+`Place` is where a device has its parameters and gradients: on the device (`OnDevice`), or lent by the CPU
 side (`Lent`). Source: docs/peers.md, "What a step does".
 """
 
@@ -24,42 +24,51 @@ from atoll.wire.device import Freed, Published, Release, Returned
 
 
 class Place(Protocol):
-    """Where a device has a model's parameters and gradients."""
+    """The place of a model's parameters and gradients on a device.
+
+    Attributes:
+        waits_for_next: True if gradients of the next iteration come on a thread that cannot wait for the CPU
+            side.
+    """
 
     def attach(self, memory: HostMemory, iteration: int) -> None:
-        """Exchange through this memory from `iteration` on."""
+        """Exchange through `memory` from `iteration` on."""
 
     def detach(self) -> None:
         """Let the memory go."""
 
     def begin(self, iteration: int) -> None:
-        """Gradients are those of `iteration` from now on."""
+        """Take gradients of `iteration` from now on."""
 
     def adopt(self, values: Mapping[int, Tensor], former: Mapping[int, Tensor]) -> None:
-        """Let the parameters have these values, by chunk, in place of the `former` ones. Nobody reads those
-        when it returns."""
+        """Give the parameters these values, by chunk, in place of the `former` ones, which nobody reads
+        afterwards."""
 
     def write(self, iteration: int, weighs: bool) -> list[bytes]:
-        """Have the gradients of `iteration` in its slot, zeros where there are none; which there are, a byte
-        each, by chunk. Where the contribution does not weigh anything, there are none."""
+        """Put the gradients of `iteration` into its slot, with zeros for absent ones.
+
+        Returns for each chunk which gradients are present, one byte each. If the contribution does not weigh
+        anything, none is.
+        """
 
     def changed(self, copied: Mapping[int, Tensor]) -> list[str]:
-        """The names of parameters that the script has written to since they were copied."""
+        """Return the names of parameters to which the script has written since the values `copied` were
+        taken."""
 
     def stepped(self) -> None:
-        """The step is made, and the next iteration's slot may be written."""
+        """Note that the step is made, and that the next iteration's slot may be written."""
 
-    waits_for_next: bool  # gradients of the next iteration come on a thread that cannot wait for the CPU side
+    waits_for_next: bool
 
 
 class OnDevice:
-    """Parameters and gradients are on the device."""
+    """The place of parameters and gradients that lie on the device."""
 
     waits_for_next = False
 
     def __init__(self, chunks: Sequence[BoundChunk], leads: bool) -> None:
         self._chunks, self._leads = chunks, leads
-        self._slots: list[dict[int, Buffer]] = []  # by slot and chunk: where gradients go
+        self._slots: list[dict[int, Buffer]] = []  # by slot and chunk: the memory for gradients
         self._versions = self._seen()
         self._comparing = [ChangedParameters(bound) for bound in chunks]
 
@@ -79,7 +88,7 @@ class OnDevice:
         self._slots = []
 
     def begin(self, iteration: int) -> None:
-        """The slot is chosen as gradients are written."""
+        """Do nothing: the slot is chosen when gradients are written."""
 
     def adopt(self, values: Mapping[int, Tensor], former: Mapping[int, Tensor]) -> None:
         for bound, comparing in zip(self._chunks, self._comparing, strict=True):
@@ -111,7 +120,7 @@ class OnDevice:
         return values is not None and not torch.equal(bound.flat[: bound.chunk.extent].cpu(), values)
 
     def stepped(self) -> None:
-        """Nothing more."""
+        """Do nothing."""
 
 
 def _write(bound: BoundChunk, into: Buffer, weighs: bool) -> bytes:
@@ -124,12 +133,15 @@ def _write(bound: BoundChunk, into: Buffer, weighs: bool) -> bytes:
 
 
 class Lent:
-    """Parameters are lent by the CPU side until the next are taken, and the leader's gradients lie in their
-    slot from the beginning.
+    """The place of parameters that the CPU side lends until the next ones are taken.
 
-    `fitted` is the model under its budgets; until then (None) nothing is taken from here. `payloads` are
-    where gradients lie, and `host_peak` the bytes of what is shared with the CPU side, or of a device's own
-    gradients.
+    The leader's gradients lie in their slot from the beginning.
+
+    Attributes:
+        fitted: the model under its budgets; None until it lies there.
+        payloads: where gradients lie.
+        host_peak: the bytes of the memory shared with the CPU side; on other devices than the leader, of
+            their own gradients.
     """
 
     waits_for_next = True
@@ -140,7 +152,7 @@ class Lent:
         self.payloads: Payloads = TensorPayloads()
         self.host_peak = 0
         self._memory: HostMemory | None = None
-        self._frozen: Mapping[int, Tensor] = {}  # of a memory from which nothing was taken yet
+        self._frozen: Mapping[int, Tensor] = {}  # frozen values of a memory from which nothing was taken yet
         self._first: Mapping[int, Tensor] = {}
 
     def attach(self, memory: HostMemory, iteration: int) -> None:
@@ -174,12 +186,13 @@ class Lent:
             self.fitted.take(values)
 
     def lent(self) -> Mapping[int, Tensor]:
-        """The values that the model begins with; to be called once."""
+        """Return the values with which the model begins; to be called once."""
         values, self._first = self._first, {}
         return values
 
     def write(self, iteration: int, weighs: bool) -> list[bytes]:
-        """They are there: but for those of an earlier iteration, which the script has kept."""
+        """Return which gradients are present: they lie in the slot already. Those that the script has kept
+        from an earlier iteration are written."""
         del iteration, weighs
         return [self._present(bound.chunk.id) for bound in self._chunks]
 
@@ -204,22 +217,27 @@ class Lent:
 
 
 class LocalParameters:
-    """A device's copy of what the node's CPU side has published. `taken` is the global iteration that it
-    stands at; what was announced has this node's contributions before iteration `through` over it, which took
-    `overlaying` seconds to write."""
+    """A device's copy of the parameters that the node's CPU side has published.
+
+    Attributes:
+        taken: the global iteration of the copy.
+        through: announced parameters include this node's contributions before this iteration.
+        overlaying: the seconds that the CPU side took to write these contributions over the parameters.
+        memory: the shared memory; None while detached.
+    """
 
     def __init__(self, place: Place, worker: NodeWorker) -> None:
         self._place, self._worker = place, worker
         self.taken, self.through, self.overlaying = 0, 0, 0.0
         self.memory: HostMemory | None = None
-        self._is_set_up = False  # the CPU side has this memory
-        self._newest: Published | None = None  # announced, and not copied
+        self._is_set_up = False  # True once the CPU side has this memory
+        self._newest: Published | None = None  # parameters that are announced and not copied
         self._held: int | None = None  # the buffer that was copied last
         worker.on(Published, self._handle_published)
         worker.on(Returned, self._left_behind)
 
     def attach(self, memory: HostMemory) -> None:
-        """Parameters are published in this memory next."""
+        """Expect the next parameters in `memory`."""
         self.detach()
         self._is_set_up = False
         self._worker.forget_copied()
@@ -233,7 +251,7 @@ class LocalParameters:
             self.memory = None
 
     def set_up(self) -> None:
-        """The CPU side has taken the model over: what it publishes from now on is of this memory."""
+        """Note that the CPU side has taken the model over, and publishes in this memory from now on."""
         self._is_set_up = True
         self._newest = self._held = None
         self.through = 0
@@ -245,7 +263,7 @@ class LocalParameters:
 
     @property
     def at(self) -> int:
-        """The global iteration of the newest parameters that are there."""
+        """The global iteration of the newest parameters that have come."""
         return self.taken if self._newest is None else self._newest.taken
 
     @torch.no_grad()
@@ -256,7 +274,7 @@ class LocalParameters:
             return
         assert self.memory is not None
         self._place.adopt(self.memory.buffer(newest.buffer), self._copied)
-        # The one that was copied last is kept: `check_unchanged` compares with it.
+        # The buffer that was copied last is kept: `check_unchanged` compares with it.
         if self._held is not None and self._held != newest.buffer:
             self._worker.release(self._held)
         self._held, self.taken = newest.buffer, newest.taken
@@ -268,7 +286,8 @@ class LocalParameters:
     def check_unchanged(self) -> None:
         """Raise UserError if the script has written to a parameter: the CPU side would not know.
 
-        What was changed and changed back (to evaluate with an average of the weights, say) is unchanged.
+        A parameter that was changed and changed back, say to evaluate with an average of the weights, is
+        unchanged.
         """
         for name in self._place.changed(self._copied):
             raise UserError(
@@ -278,14 +297,14 @@ class LocalParameters:
             )
 
     def _left_behind(self, _: Returned) -> None:
-        """The others went on without this node: what was published before is of no use."""
+        """Give announced parameters back: the others went on without this node, so they are of no use."""
         if self._newest is not None:
             self._worker.send(Release(buffers=[self._newest.buffer]))
             self._newest = None
 
     def _handle_published(self, message: Published) -> None:
         if not self._is_set_up:
-            return  # of the set-up before: the CPU side has let go of those buffers
+            return  # of the last set-up: the CPU side has let go of those buffers
         if self._newest is not None and self._newest.buffer != message.buffer:
             self._worker.send(Release(buffers=[self._newest.buffer]))
         self._newest = message
@@ -294,14 +313,14 @@ class LocalParameters:
 
 
 class Slots:
-    """The slots for a node's own gradients: those of iterations before `freed` may be written again."""
+    """The slots for a node's own gradients. Slots of iterations before `freed` may be written again."""
 
     def __init__(self, worker: NodeWorker) -> None:
         self._worker, self.freed = worker, 0
         worker.on(Freed, self._handle_freed)
 
     def await_free(self, iteration: int, slots: int) -> None:
-        """Wait until the iteration's slot, one of so many, may be written."""
+        """Wait until the iteration's slot, one of `slots`, may be written."""
         if self.freed <= iteration - slots:
             self._worker.wait(
                 lambda: self.freed > iteration - slots or self._worker.returned is not None,

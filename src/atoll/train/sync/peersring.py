@@ -1,9 +1,9 @@
-"""The way of a gradient where a node has several devices: over their ring to the node's mean, which the
-leader hands to the node's one CPU side.
+"""The way of a gradient in a node of several devices: over their ring to the node's mean, and to the one CPU
+side.
 
-All devices wait for what the leader waits for, and take the very same local parameters: those of the buffer
-that it says, which each reads from the memory that leader and CPU side share. The CPU side gets a buffer back
-when all have copied it. Source: docs/peers.md, "Several devices a node".
+All devices wait for whatever the leader waits for, and take equal local parameters: those of the buffer that
+the leader names, which each device reads from the memory shared with the CPU side. The CPU side gets a buffer
+back when all devices have copied it. Source: docs/peers.md, "Several devices a node".
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ class DevicesSum(Protocol):
     """A sum over the ring of a node's devices."""
 
     def made_apart(self) -> None:
-        """What the others made of the mean of that iteration is theirs."""
+        """Forget the last treatment: the other devices stepped that iteration's mean."""
 
 
 class DevicesExchange(PeerExchange):
-    """`p.grad` shows the node's mean after backward, and edits act on the node's contribution; all devices
-    make the same ones."""
+    """The exchange of a node with several devices.
 
-    acts_before_state_dict = False  # one device alone may look
+    `p.grad` shows the node's mean after backward, and edits act on the node's contribution. All devices must
+    make equal edits.
+    """
+
+    acts_before_state_dict = False  # one device alone may ask for the state_dict
 
     def __init__(
         self,
@@ -47,14 +50,15 @@ class DevicesExchange(PeerExchange):
         *,
         keeps_own: bool,
     ) -> None:
-        """`make_sum` makes a DevicesSum; with `keeps_own` each device still has its own gradients, once they
-        are summed."""
+        """Exchange over `ring`. `make_sum` makes a DevicesSum. With `keeps_own` each device keeps its own
+        gradients after the sum."""
         super().__init__(chunks, calls, parts, make_sum)
         self._ring, self._keeps_own = ring, keeps_own
-        self._seconds = 0.0  # that this device has computed for the iteration
+        self._seconds = 0.0  # seconds that this device has computed for the iteration
 
     def before_use(self, *arguments: object) -> None:
-        """A forward that trains is one that all devices make; any other may be this device's alone."""
+        """Act before a forward that trains, which all devices make. Any other forward may be this device's
+        alone."""
         if torch.is_grad_enabled():
             super().before_use(*arguments)
 
@@ -62,8 +66,10 @@ class DevicesExchange(PeerExchange):
         return msgspec.msgpack.encode(self._seconds)
 
     def _node_pace(self) -> float:
-        """The slowest device's, for all that the node has; 0 where none is known yet. A device without
-        samples of its own says nothing."""
+        """Return the slowest device's seconds divided by the node's samples; 0 if none is known yet.
+
+        A device without samples of its own does not count.
+        """
         seconds = [from_msgpack(said, float) for said in self._worker.devices.said]
         return max(seconds) / self._weighed.samples if self._weighed.samples > 0 else 0.0
 
@@ -77,8 +83,9 @@ class DevicesExchange(PeerExchange):
         self._seconds = self._pace() * own.samples
         super()._is_whole(own, of_group)
 
-    def blamed(self, rank: int, culprit: str) -> list[str]:  # noqa: ARG002  # what all have, once summed
-        """The devices say whose gradients were not finite before they were summed, where they have them."""
+    def blamed(self, rank: int, culprit: str) -> list[str]:  # noqa: ARG002  # the sum is equal on all devices
+        """Return words that name the devices whose own gradients were not finite, if devices keep those; else
+        the parameter."""
         if not self._keeps_own:
             names = [culprit] if culprit else self.own_nonfinite()
             return [f"{name!r}, summed over the node's devices," for name in names[:1]]
@@ -88,8 +95,7 @@ class DevicesExchange(PeerExchange):
         name_of = self._ring.place.name_of
         return [f"{name!r} on worker {name_of(each)}" for each, names in enumerate(named) for name in names]
 
-    # A newcomer has no need of what a ring knows, which may be another node's: how many devices each has is
-    # its own.
+    # A newcomer takes no ring's state: the giver may be another node, with another number of devices.
 
     def member_state(self) -> dict[str, Any]:
         return self.state_dict()

@@ -1,4 +1,5 @@
-"""A worker's hold on its node's CPU side: starts the process, speaks with it, and notices its end."""
+"""A worker's hold on its node's CPU side: it starts the process, exchanges messages with it, and notices its
+end."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ _LOOK_SECONDS = 0.5  # between looks whether the process lives
 
 
 class Process(Protocol):
-    """What this asks of a process: subprocess.Popen has it."""
+    """The part of subprocess.Popen that is needed of a process."""
 
     pid: int
 
@@ -36,16 +37,17 @@ class Process(Protocol):
 
 
 def start_process(link: socket.socket) -> Process:
-    """Start the process whose end of the socket is `link`."""
+    """Start a CPU side whose end of the socket is `link`."""
     command = [sys.executable, "-m", "atoll.cpuside.main", str(link.fileno()), str(os.getpid())]
-    # A signal from the terminal is the worker's to handle: the CPU side goes when it does.
+    # The worker handles a signal from the terminal; the CPU side ends when the worker ends.
     return subprocess.Popen(
         command, pass_fds=[link.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
     )
 
 
 class CpuSide:
-    """The CPU side of node `node`, as a process that ends when this one does, or closes its socket.
+    """The CPU side of node `node`: a process that ends when this one ends, or when this one closes its
+    socket.
 
     `name` stands in every error: "the CPU side of node 2 (process 4711)".
     """
@@ -60,11 +62,11 @@ class CpuSide:
         self._failure: AtollError | None = None
 
     def fileno(self) -> int:
-        """What can be read from when a message has come, or the process has ended."""
+        """Return a descriptor that is readable when a message has come, or when the process has ended."""
         return self._post.fileno()
 
     def send(self, message: DeviceMessage, descriptors: Sequence[int] = ()) -> None:
-        """Send, never waiting. Raises what `receive` raises when the CPU side is gone."""
+        """Send a message without waiting. Raises the errors of `receive` if the CPU side is gone."""
         self._see()
         try:
             self._post.send(message, descriptors)
@@ -72,10 +74,11 @@ class CpuSide:
             self._gone()
 
     def receive(self, timeout: float = 0.0) -> tuple[DeviceMessage, list[int]] | None:
-        """The next message and its file descriptors, waiting for up to `timeout` seconds.
+        """Return the next message and its file descriptors, waiting for up to `timeout` seconds; None if
+        nothing came.
 
-        Raises the CPU side's own error where it cannot go on, RunError where it is gone without a word
-        (GivenUpError where it was killed).
+        Raises the CPU side's own error if it cannot go on, and RunError if it is gone without a word
+        (GivenUpError if it was killed).
         """
         self._see()
         until = time.monotonic() + timeout
@@ -97,15 +100,16 @@ class CpuSide:
                 self._gone()
 
     def await_message(self, timeout: float, what: str) -> tuple[DeviceMessage, list[int]]:
-        """As `receive`; DeadlineError where nothing comes in time, naming what was waited for."""
+        """Return the next message like `receive`. Raises DeadlineError if none comes in time; `what` names
+        the wait."""
         got = self.receive(timeout)
         if got is None:
-            doing = account_of(self.pid, _OWN_STDERR)  # which the CPU side shares
+            doing = account_of(self.pid, _OWN_STDERR)  # the CPU side shares stderr
             raise DeadlineError(f"waited {timeout:.1f} s for {self.name} on {what}: {doing}")
         return got
 
     def close(self) -> None:
-        """Close the socket, and see the process end; it is killed when it does not within 5 seconds."""
+        """Close the socket, and wait for the process to end; kill it after 5 seconds."""
         self._post.close()
         try:
             self._process.wait(_ENDING_SECONDS)
@@ -122,7 +126,7 @@ class CpuSide:
         raise self._failure
 
     def _gone(self) -> None:
-        """Its socket is closed: raise its last word, or how it ended."""
+        """Raise the CPU side's last word, or an error that says how it ended: its socket is closed."""
         try:
             while (got := self._post.receive()) is not None:
                 if isinstance(got[0], Failed):

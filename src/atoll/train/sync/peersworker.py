@@ -1,7 +1,8 @@
-"""A node's training process, as its CPU side is seen from it: what came, what is waited for, who is there.
+"""A node's training process as a partner of its CPU side: messages that came, waits, and the present nodes.
 
-Of several devices the leader hears the CPU side, and tells the others what came: each `take` and `wait` is a
-call that all of them make, after which they know the same. Only the leader's words reach the CPU side.
+Of several devices the leader receives the CPU side's messages, and passes them on to the others. Each `take`
+and `wait` is a call that all devices make, after which all have equal knowledge. Only the leader's messages
+reach the CPU side.
 """
 
 from __future__ import annotations
@@ -39,19 +40,43 @@ from atoll.wire.device import (
     encode,
 )
 
-_SLICE_SECONDS = 0.2  # of a wait, between which the deadline is looked at
-_LEAVING_SECONDS = Settings.linger + 5.0  # for the CPU side to see the others take all, and say goodbye
+_SLICE_SECONDS = 0.2  # length of a slice of a wait; after each slice the wait checks its deadline
+# For the CPU side to wait until the others have all contributions, and to say goodbye:
+_LEAVING_SECONDS = Settings.linger + 5.0
 
-_LEADERS = (Waiting, Figures, Told)  # what is the leader's alone to know
+_LEADERS = (Waiting, Figures, Told)  # messages for the leader alone
 
 Handler = Callable[[Any], None]
 
 
 class NodeWorker:
-    """This worker's part in a run without a server: its node, and the CPU side that speaks for it.
+    """This worker's part in a run without a server: its node, and the connection to the node's CPU side.
 
-    Messages are handled by whoever `take`s or `wait`s, on the script's thread; `on` says how. `members` are
-    the nodes of the current view, `late` is true until a node that comes late has entered.
+    `take` and `wait` handle messages, on the script's thread, with the handlers that `on` has set.
+
+    Attributes:
+        node: this node's number.
+        world: the number of nodes with which the run began.
+        introduction: what this node knows of the others.
+        devices: the node's devices.
+        leads: True on the leader of the devices.
+        incarnation: the number of this node's starts.
+        late: True until a node that comes late has entered.
+        members: the nodes of the current view.
+        next_meeting: the number of the next meeting.
+        coming_meeting: the number of the meeting that this worker is in, or else of the next.
+        at: the last iteration whose boundary the script has reached.
+        figures: the CPU side's latest figures.
+        finished: True if the session came to its end.
+        script: the state of a member's script when this node entered.
+        door: the name of the CPU side's socket for devices that do not lead.
+        wanted: iterations before which this worker's state is asked for.
+        returned: set when the others went on without this node and it is back, until the script acts on it.
+        left_out: True if the others went on without this node, until the CPU side knows that the script is
+            awake.
+        is_out: True while this node is left out.
+        meets: True while the script is in a meeting, which it cannot leave to come back.
+        call: the place of the session's call in which the script is; None for none.
     """
 
     def __init__(
@@ -61,32 +86,30 @@ class NodeWorker:
         timeout: float,
         devices: Devices | None = None,
     ) -> None:
-        """`side` is the leader's: None at the node's other devices."""
+        """Connect to the CPU side. `side` is the leader's; None on the node's other devices."""
         self.node, self.world = introduction.node, len(introduction.nodes)
         self.introduction, self._side, self._timeout = introduction, side, timeout
         self.devices = devices or Devices()
         self.leads = side is not None
-        self._kept: deque[tuple[DeviceMessage, list[int]]] = deque()  # came while something else was asked
-        self._heard: list[bytes] = []  # by the leader, and not told to the other devices
+        self._kept: deque[tuple[DeviceMessage, list[int]]] = deque()  # came while an answer was awaited
+        self._heard: list[bytes] = []  # messages that the leader has not passed on yet
         self._copied: list[int] = []  # buffers that all devices have copied, or are about to
         self.incarnation, self.late = introduction.incarnation, introduction.late
         self.members = [each.node for each in introduction.nodes]
-        self.next_meeting = self.coming_meeting = (
-            0  # `coming`: the one that this worker is in, or else its next
-        )
-        self.at = 0  # the last iteration whose boundary the script has come to
+        self.next_meeting = self.coming_meeting = 0
+        self.at = 0
         self.figures = Figures()
-        self._waited = 0.0  # for other nodes, in all
-        self.finished = False  # the session came to its end
-        self.script = b""  # what a member's script was at when this one entered
-        self.door = ""  # of the CPU side, where a device that does not lead may ask it
-        self.wanted: list[int] = []  # iterations before which this worker's state is asked for
-        self.returned: Returned | None = None  # the others went on without this node; not acted on yet
-        self.left_out = False  # the same; the CPU side has not heard that the script is awake
-        self.is_out = False  # it has not come in again
-        self.meets = False  # the script is in a meeting, which it cannot leave to come back
-        self.call: Stand | None = None  # the session's that the script is in
-        self._holds_up = ""  # what keeps the global iteration where it is, as was last said
+        self._waited = 0.0  # seconds waited for other nodes so far
+        self.finished = False
+        self.script = b""
+        self.door = ""
+        self.wanted: list[int] = []
+        self.returned: Returned | None = None
+        self.left_out = False
+        self.is_out = False
+        self.meets = False
+        self.call: Stand | None = None
+        self._holds_up = ""  # the CPU side's latest reason why the global iteration does not go on
         self._handlers: dict[type, list[Handler]] = {}
         self._closed = False
         self.on(Waiting, self._handle_waiting)
@@ -98,49 +121,59 @@ class NodeWorker:
 
     @property
     def has_groups(self) -> bool:
-        """Whether any node has several devices, and is a group."""
+        """True if any node has several devices, which makes the nodes groups."""
         return max(self.introduction.devices) > 1
 
     def on(self, kind: type, handler: Handler) -> None:
-        """Call `handler(message)` for each message of this kind, after those that were there before."""
+        """Call `handler(message)` for each message of this kind, after the handlers set before."""
         self._handlers.setdefault(kind, []).append(handler)
 
     @property
     def seconds_waited(self) -> float:
-        """For other nodes, and for the other devices of this one, in all."""
+        """The seconds waited so far for other nodes, and for the other devices of this one."""
         return self._waited + self.devices.seconds_waited
 
     def send(self, message: DeviceMessage, descriptors: Sequence[int] = ()) -> None:
-        """Send, never waiting; at the leader alone. Raises what `CpuSide.send` does where the CPU side is
-        gone. Where the leader has other devices, its next `take` or `wait` raises that, and theirs too: they
-        would else learn no more than that it has left them."""
+        """Send a message without waiting. Other devices than the leader send nothing.
+
+        Raises the errors of `CpuSide.send` if the CPU side is gone. With several devices the next `take` or
+        `wait` raises instead, on all devices: otherwise the others would only learn that the leader has left
+        them.
+        """
         if self._side is None:
             return
         try:
             self._side.send(message, descriptors)
-        except AtollError:  # which `receive` says again
+        except AtollError:  # `receive` raises it again
             if self.devices.count == 1:
                 raise
 
     def release(self, buffer: int) -> None:
-        """This device has copied what came after what is in the buffer; the CPU side gets it back when all
-        have."""
+        """Note that this device has copied newer parameters than those in `buffer`.
+
+        The CPU side gets the buffer back when all devices have.
+        """
         self._copied.append(buffer)
         if self.devices.count == 1:
             self._release()
 
     def forget_copied(self) -> None:
-        """The memory in which buffers lay is no more."""
+        """Forget the buffers to give back: their memory is no more."""
         self._copied = []
 
     def take(self, where: str, said: bytes = b"") -> None:
-        """Handle all that has come, and wait for nothing; the script is `where` says. The leader hears what
-        each device has `said` (`devices.said`)."""
+        """Handle all messages that have come, without waiting for more.
+
+        The leader hears the bytes that each device has `said` (`devices.said`). `where` names the place in
+        the script.
+        """
         self._together(self._hear, where, said)
 
     def wait(self, until: Callable[[], bool], what: str | Callable[[], str]) -> None:
-        """Handle what comes until `until()`; `what` is waited for, and stands in the deadline's error with
-        what the CPU side says keeps it. Raises DeadlineError after sync.timeout."""
+        """Handle messages until `until()` is True.
+
+        Raises DeadlineError after sync.timeout, which names `what`, and the CPU side's reason for the wait.
+        """
         self._holds_up = ""
         call = f"the wait for {what if isinstance(what, str) else what()}"
         self.take(call)
@@ -148,7 +181,8 @@ class NodeWorker:
             self._together(lambda: self._hear_until(until, what), call)
 
     def give_time(self, seconds: float, until: Callable[[], bool]) -> None:
-        """Handle what comes until `until()`, but for `seconds` at most; it is no wait for other nodes."""
+        """Handle messages until `until()` is True, for at most `seconds`. This is not counted as a wait for
+        other nodes."""
 
         def hear() -> None:
             end = time.monotonic() + seconds
@@ -161,8 +195,11 @@ class NodeWorker:
     def ask(
         self, question: DeviceMessage, descriptors: Sequence[int], kind: type, what: str
     ) -> DeviceMessage:
-        """Send what is the leader's own business, and wait for the answer, a `kind`; what comes meanwhile is
-        for the next `take`. Raises DeadlineError after sync.timeout."""
+        """Send a question that concerns the leader alone, and return the answer, a `kind`.
+
+        Other messages that come meanwhile are kept for the next `take`. Raises DeadlineError after
+        sync.timeout.
+        """
         self._holds_up = ""
         self.send(question, descriptors)
         start = time.monotonic()
@@ -182,7 +219,8 @@ class NodeWorker:
             self._waited += time.monotonic() - start
 
     def _together(self, hear: Callable[[], None], call: str, said: bytes = b"") -> None:
-        """Let the leader `hear` its CPU side, and then all other devices of the node what it has heard."""
+        """Let the leader `hear` its CPU side, and then pass the messages on to all other devices of the
+        node."""
         if self.devices.count == 1:
             hear()
             self._say_awake()
@@ -196,11 +234,11 @@ class NodeWorker:
         told = self.devices.led(lead, call, said)
         if self.leads:
             self._release()
-            self._say_awake()  # so all devices have come here
+            self._say_awake()  # all devices have come here
             return
         for message in from_msgpack(told, list[bytes]):
             self._handle(decode(message), [])
-        self._say_awake()  # the leader has said it
+        self._say_awake()  # sends nothing: the leader has
 
     def _say_awake(self) -> None:
         if self.left_out and not self.meets:
@@ -226,7 +264,7 @@ class NodeWorker:
                 if waited >= self._timeout:
                     raise DeadlineError(self._late(waited, what if isinstance(what, str) else what()))
                 self._hear_next(min(_SLICE_SECONDS, self._timeout - waited))
-                self._say_awake()  # all devices had come here when this wait began
+                self._say_awake()  # all devices came here as this wait began
         finally:
             self._waited += time.monotonic() - start
 
@@ -249,7 +287,7 @@ class NodeWorker:
     def _handle(self, message: DeviceMessage, descriptors: list[int]) -> None:
         if self.leads and self.devices.count > 1 and not isinstance(message, _LEADERS):
             self._heard.append(encode(message))
-        for each in descriptors:  # a CPU side gives none
+        for each in descriptors:  # a CPU side sends none
             os.close(each)
         for handler in self._handlers.get(type(message), ()):
             handler(message)
@@ -274,21 +312,21 @@ class NodeWorker:
         self.introduction.lived(message.incarnation)
 
     def entered(self, ready: Ready) -> None:
-        """The CPU side is set up, and this node a member."""
+        """Note that the CPU side is set up, and this node a member."""
         self.incarnation, self.is_out = ready.incarnation, False
         self.next_meeting = self.coming_meeting = max(self.next_meeting, ready.meeting)
         self.script, self.door = ready.script, ready.door
         self.introduction.lived(ready.incarnation)
 
     def prepared(self, _nbytes: int) -> None:
-        """The CPU side is told of the model itself."""
+        """Do nothing: the CPU side learns of the model when it is set up."""
 
     def stepped(self, _iteration: int, _samples: float, _pace: object) -> None:
-        """The session has made so many iterations; the CPU side counts its own."""
+        """Do nothing: the CPU side counts iterations itself."""
 
     def finish(self, iteration: int) -> None:
-        """Let the leader say goodbye to the other nodes, after `iteration` iterations; they are not waited
-        for long."""
+        """Let the leader say goodbye to the other nodes, after `iteration` iterations, and wait for them a
+        short time."""
         left: list[bool] = []
         self.on(Left, lambda _: left.append(True))
         self.send(Leave(iteration=iteration))
@@ -298,7 +336,7 @@ class NodeWorker:
             self._hear_next(min(_SLICE_SECONDS, rest))
 
     def close(self) -> None:
-        """End the CPU side, and let the introduction go. Closing twice does no harm."""
+        """End the CPU side, and close the introduction. Closing twice does no harm."""
         if self._closed:
             return
         self._closed = True
