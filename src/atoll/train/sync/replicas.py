@@ -1,7 +1,9 @@
-"""Replicas that train by themselves, and what a strategy from outside has them exchange between steps.
+"""Replicas that train by themselves, and the exchanges between their steps that a strategy of another package
+makes.
 
-A synchronizer (`exchange/synchronizer.py`) says after each step which exchanges are due. Each is one round of
-the ring of all workers: a round counts on all of them, and is made again without a worker that has died.
+A synchronizer (`exchange/synchronizer.py`) returns, after each step, the exchanges that are due. Each
+exchange is one round of the ring of all workers: a round counts on all of them, and is made again without a
+worker that has died.
 """
 
 from __future__ import annotations
@@ -34,20 +36,20 @@ from atoll.train.group.rounds import Ring
 from atoll.train.members.workers import Workers
 from atoll.train.sync.strategies import Stepper, Strategy, Training
 
-_MOST_CAPTURED = 2**20  # bytes of what a synchronizer captures
-_MOST_GROWTH = 4  # times the model: what others may send in one exchange
-_SPARE = 2**20  # bytes that they may send beside it
+_MOST_CAPTURED = 2**20  # the most bytes of a synchronizer's captured state
+_MOST_GROWTH = 4  # the most bytes that others may send in one exchange, as a multiple of the model's
+_SPARE = 2**20  # bytes that they may send in addition
 
 
 class Values:
     """The values of one replica (`exchange/synchronizer.py`: Replica).
 
-    They are read and written as a script would, parameter by parameter: so they may lie in tiers of memory,
+    They are read and written as a script would, parameter by parameter. So they may lie in tiers of memory,
     or be shared by a group's members.
     """
 
     def __init__(self, chunks: Sequence[BoundChunk], written: Callable[[], None]) -> None:
-        """`written()` is called after each update. To be made while the parameters have memory."""
+        """Take the chunks, while their parameters have memory. `written()` is called after each update."""
         self._chunks = {bound.chunk.id: bound for bound in chunks}
         self._written = written
         self.runs = tuple(Run(bound.chunk.id, 0, bound.chunk.extent) for bound in chunks)
@@ -58,7 +60,7 @@ class Values:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all values."""
+        """The bytes of all values."""
         return sum(bound.chunk.nbytes for bound in self._chunks.values())
 
     def read(self, run: Run) -> Tensor:
@@ -91,7 +93,7 @@ class Values:
         return self._chunks[run.chunk]
 
     def _parts(self, run: Run, values: Tensor) -> Iterator[Tensor]:
-        """Each parameter's part of a run, with its shape and strides."""
+        """Yield each parameter's part of a run, with the parameter's shape and strides."""
         offset = values.storage_offset()
         for slot, (shape, stride) in zip(
             self._chunks[run.chunk].chunk.slots, self._likes[run.chunk], strict=True
@@ -100,17 +102,20 @@ class Values:
 
 
 class Mail:
-    """The way to other contributors (`exchange/synchronizer.py`: Link): each contributor's first worker sends
-    and takes, and passes what came on to its group."""
+    """The way to other contributors (`exchange/synchronizer.py`: Link).
+
+    Each contributor's first worker sends and receives, and passes received payloads on to its group. `sent`
+    counts the bytes that this worker has sent.
+    """
 
     def __init__(self, ring: Ring, replicas: Replicas, most: int) -> None:
-        """`most` is how many bytes may come at once."""
+        """Swap over `ring`. `most` is the largest number of bytes that may come at once."""
         self._ring, self._replicas, self._most = ring, replicas, most
-        self.sent = 0  # bytes, in all
-        self._at = [0, 0, 0]  # the step, the exchange's number after it, and the swap's in that
+        self.sent = 0
+        self._at = [0, 0, 0]  # the step, the exchange's number after it, the swap's number in the exchange
 
     def begin(self, step: int, number: int) -> None:
-        """An exchange is about to be made: the `number`-th after this step."""
+        """Begin an exchange: the `number`-th after this step."""
         self._at = [step, number, 0]
 
     def swap(self, payloads: Mapping[int, Tensor]) -> dict[int, Tensor]:
@@ -148,7 +153,7 @@ class Mail:
         return {leaders[rank]: part for rank, part in enumerate(parts) if takes[rank] and rank in leaders}
 
     def _check_alike(self, place: Place, places: list[list[int]]) -> None:
-        """Raise MismatchError, on all workers, unless all are at one swap of one exchange."""
+        """Raise MismatchError on all workers unless all are at one swap of one exchange."""
         other = next((rank for rank, at in enumerate(places) if at != places[0]), None)
         if other is not None:
             said = [
@@ -165,7 +170,8 @@ class Mail:
     def _spread(
         words: Channel, names: Sequence[int], came: Mapping[int, Tensor], what: str
     ) -> dict[int, Tensor]:
-        """Pass on what the group's first worker has got."""
+        """Pass the payloads that the group's first worker has received on to the group; return them on all
+        members."""
         sizes = torch.tensor([came[name].numel() if name in came else 0 for name in names])
         words.wait(words.broadcast(sizes), what)
         takes: list[int] = sizes.tolist()
@@ -179,7 +185,8 @@ class Mail:
 
 
 def check_payload(name: int, payload: Tensor, contributors: Contributors) -> None:
-    """Raise UserError for a payload that is no tensor of bytes, or for nobody else."""
+    """Raise UserError for a payload that is no 1-D tensor of bytes on the CPU, or that is not for another
+    contributor."""
     if name == contributors.own or name not in contributors.names:
         raise UserError(f"link.swap: {name} is none of the other contributors, {contributors}")
     if payload.dtype != torch.uint8 or payload.dim() != 1 or payload.device.type != "cpu":
@@ -190,9 +197,10 @@ def check_payload(name: int, payload: Tensor, contributors: Contributors) -> Non
 
 
 class Driver:
-    """Makes the exchanges of one model's synchronizer, and lets newcomers in between two steps.
+    """The making of the exchanges of one model's synchronizer, and the admission of newcomers between two
+    steps.
 
-    A newcomer enters as the first gradient after an exchange comes: until then the script's scheduler may
+    A newcomer enters when the first gradient after an exchange comes: until then the script's scheduler may
     have yet to step.
     """
 
@@ -212,17 +220,20 @@ class Driver:
         self._values, self._coder, self._seed = values, coder, seed
         self._mail = Mail(ring, replicas, _MOST_GROWTH * values.nbytes + _SPARE)
         self._is_open = False
-        self._known: tuple[int, Contributors] | None = None  # at the latest exchange, with the ring's number
-        self._awaited = False  # newcomers wait, as all workers know
-        self._agreed = 0.0  # samples of all, at the latest exchange
+        # The contributors at the latest exchange, with the ring's generation:
+        self._known: tuple[int, Contributors] | None = None
+        self._awaited = False  # True if newcomers wait, as all workers know
+        self._agreed = 0.0  # samples of all contributors by the latest exchange
 
     def ready(self, reducer: Reducer) -> None:
-        """Make the hook on the step, which runs after those that were made before: tiers step in theirs."""
+        """Register the hook on the step. It runs after the hooks registered before: tiers step in theirs."""
         self._handle = AroundStep(self._optimizer, _nothing, partial(self._after_step, reducer))
 
     def contribution(self, has_gradient: bool) -> Contribution:
-        """An iteration's first gradient has come, or its step: let newcomers in, if any wait. Returns what
-        this worker contributes."""
+        """Return this worker's contribution; before, let newcomers in, if any wait.
+
+        This is called when an iteration's first gradient comes, or before its step.
+        """
         if self._awaited:
             self._awaited = False
             self._ring.admit()
@@ -241,8 +252,8 @@ class Driver:
             self._agree(reducer, step)
 
     def _attempt(self, exchange: Exchange, step: int, number: int) -> None:
-        """One try of an exchange, with the contributors of the ring as it stands."""
-        _ = self._ring.agreement  # raises on a worker that came late, and has not entered
+        """Make one attempt at an exchange, with the contributors of the present ring."""
+        _ = self._ring.agreement  # raises UserError on a late worker that has not entered
         contributors = self._replicas.contributors
         known, self._known = self._known, (self._ring.generation, contributors)
         if known is not None and known[0] != self._ring.generation:
@@ -268,7 +279,7 @@ class Driver:
 
     @staticmethod
     def _where(step: int) -> Stand:
-        """This worker's place in its script during an exchange."""
+        """Return this worker's place in its script during an exchange."""
         return call("optimizer.step", waiting_line(), asks=f"the exchange after step {step}", step=step)
 
     def _open(self) -> None:
@@ -277,7 +288,7 @@ class Driver:
             self._synchronizer.open(Parts(self._values, self._mail, self._coder, self._seed))
 
     def state(self) -> dict[str, Any]:
-        """The state that goes into checkpoints, and to a worker that enters."""
+        """Return the state for checkpoints, and for a worker that enters."""
         self._open()
         captured = self._synchronizer.capture()
         if len(captured) > _MOST_CAPTURED:
@@ -287,20 +298,23 @@ class Driver:
         return {"seed": self._seed, "captured": base64.b64encode(captured).decode()}
 
     def load(self, state: Mapping[str, Any], consumed: float) -> None:
-        """Take another worker's `state`, or a checkpoint's. `consumed` is the number of samples by then."""
+        """Take another worker's `state`, or a checkpoint's. `consumed` is the number of samples by then.
+
+        Raises CheckpointError if the synchronizer cannot take it.
+        """
         self._agreed, self._awaited = consumed, False
         if "captured" not in state:
-            return  # of a run with another strategy
+            return  # the state of a run with another strategy
         try:
             captured, seed = base64.b64decode(state["captured"], validate=True), int(state["seed"])
             self._synchronizer.restore(captured)
         except (KeyError, TypeError, ValueError, binascii.Error) as error:
             raise CheckpointError(f"the state of the strategy cannot be taken over: {error}") from None
-        if not self._is_open:  # else all go on with the seed that they have
+        if not self._is_open:  # an open synchronizer keeps its seed
             self._seed = seed
 
     def close(self) -> None:
-        """The session is over."""
+        """Remove the hook, and close the synchronizer: the session is over."""
         if self._handle is not None:
             self._handle.remove()
         if self._is_open:
@@ -308,12 +322,14 @@ class Driver:
 
 
 def _nothing(*_: object) -> None:
-    """Nothing comes before a step."""
+    """Do nothing before a step."""
 
 
 class Replicated:
-    """A strategy whose contributors each train a replica: `inner` is how one of them trains by itself, alone
-    or over its group's ring."""
+    """A strategy whose contributors each train a replica.
+
+    `inner` is the strategy by which one contributor trains by itself: alone, or over its group's ring.
+    """
 
     collective = skips_together = shares_buffers = False
     brings_parameters = brings_frozen = False
@@ -328,12 +344,13 @@ class Replicated:
         coder: Coder,
         written: Callable[[], None] = lambda: None,
     ) -> None:
-        """`make()` gives a synchronizer for a model; `written()` is called after each update of values."""
+        """Train replicas. `make()` returns a synchronizer for a model; `written()` is called after each
+        update of values."""
         self._inner, self._make, self._ring, self._replicas = inner, make, ring, replicas
         self._workers, self._coder, self._written = workers, coder, written
 
     def around(self, inner: Strategy, written: Callable[[], None]) -> Replicated:
-        """The strategy of a model in tiers of memory, where one contributor trains by `inner`."""
+        """Return this strategy for a model in tiers, of which one contributor trains by `inner`."""
         return Replicated(inner, self._make, self._ring, self._replicas, self._workers, self._coder, written)
 
     def build(self, training: Training) -> tuple[Reducer, Stepper]:
@@ -344,7 +361,7 @@ class Replicated:
         return self._inner.build(replace(training, calls=calls))
 
     def loaded(self) -> None:
-        """Every worker has loaded the same: all replicas go on from it."""
+        """Do nothing: every worker has loaded equal values, with which all replicas go on."""
 
     def refresh(self) -> None:
-        """Each replica has values of its own."""
+        """Do nothing: each replica has values of its own."""

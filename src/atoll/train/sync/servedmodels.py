@@ -1,4 +1,4 @@
-"""The models that one worker trains at the shards: there are none until the script prepares them."""
+"""The models that one worker trains at the shards. There are none until the script prepares them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from atoll.train.sync.server import Server
 
 
 class AtShards(Protocol):
-    """One of them (`train/sync/strategies.py`: ServedModel)."""
+    """One model at the shards (`train/sync/strategies.py`: ServedModel)."""
 
     exchange: Server
 
@@ -20,7 +20,8 @@ class AtShards(Protocol):
 
 
 class ServedModels:
-    """They are added as they are made; a call concerns all of them."""
+    """The models at the shards, added as they are prepared. A call concerns all of them unless its docstring
+    says otherwise."""
 
     def __init__(self) -> None:
         self._models: list[AtShards] = []
@@ -30,38 +31,39 @@ class ServedModels:
 
     @property
     def exchange(self) -> Server:
-        """That of a group's one model."""
+        """The exchange of the first model; a group has only one model."""
         return self._models[0].exchange
 
     @property
     def contributors(self) -> list[int]:
-        """Those that live, as the log last said; empty while unknown."""
+        """The living contributors, by the log's latest answer; empty while unknown."""
         return self._models[0].exchange.contributors if self._models else []
 
     def set_up(self) -> None:
-        """Bring models and optimizers to the shards, as they are here."""
+        """Bring the present models and optimizers to the shards."""
         for model in self._models:
             model.set_up()
 
     def entered(self) -> int:
-        """This worker takes part in the run that is under way: it gets the newest parameters; returns the
-        shards' iteration that it makes next."""
+        """Take the newest parameters, as this worker enters the run; return the iteration that it makes
+        next."""
         for model in self._models:
             model.fetch_parameters()
         return self._models[0].exchange.steps
 
     def refresh(self) -> None:
-        """Fetch the parameters as the shards have them now."""
+        """Fetch the shards' present parameters."""
         for model in self._models:
             model.exchange.refresh()
 
     def catch_up(self, clock: int) -> None:
-        """The workers have met, and the next iteration is `clock`."""
+        """Go on at iteration `clock`, after a meeting of the workers."""
         for model in self._models:
             model.exchange.catch_up(clock)
 
     def arrive(self, what: str) -> None:
-        """This worker speaks for another contributor; `what` is waited for (`ServedModel.arrive`)."""
+        """Let the first model's shards know that this worker talks for another contributor (see
+        `ServedModel.arrive`)."""
         self._models[0].arrive(what)
 
     def gather_members(self) -> None:

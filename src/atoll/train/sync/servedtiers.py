@@ -1,8 +1,8 @@
-"""Strategy `server` for a model that lies in chunks over tiers of memory: the worker has values and gradients
-there, and the shards have the optimizer's state.
+"""Strategies with shards for a model that lies in tiers: the worker holds values and gradients there, the
+shards the optimizer's state.
 
-How the model is cut for the shards is what it is without budgets, so that workers with unlike budgets have
-one layout.
+The model is cut into chunks for the shards as without budgets, so workers with different budgets have one
+layout.
 """
 
 from __future__ import annotations
@@ -28,23 +28,26 @@ from atoll.wire.messages import AnyMessage, PullState, State
 
 
 class Fits(Protocol):
-    """Who lets the model lie in tiers."""
+    """The budgets that hold the model in tiers."""
 
     def fit_now(self) -> None:
-        """From now on."""
+        """Move the model into tiers."""
 
     def held(self) -> Exchanged:
-        """The model there."""
+        """Return the model in its tiers."""
 
 
 def staging_bytes(chunks: list[int], *, of_group: bool) -> int:
-    """Bytes of host memory, beside its arena, in which chunks of so many bytes each go out and come in; a
-    member of a group hands one on while others come."""
+    """Return the bytes of host memory, besides the arena, in which chunks of so many bytes each go out and
+    come in.
+
+    A member of a group hands one chunk on while others come.
+    """
     return (UNDER_WAY + of_group) * max(chunks, default=0)
 
 
 class ServedInTiers:
-    """What `Served` is, for a model in tiers."""
+    """The strategy `Served` for a model in tiers."""
 
     brings_parameters, brings_frozen, shares_buffers = True, False, False
 
@@ -72,12 +75,12 @@ class ServedInTiers:
 
 
 class TieredModel(ServedModel):
-    """One model at the shards, which lies in tiers here: nothing of it is in memory as a whole."""
+    """One model at the shards that lies in tiers on this worker: none of it is in memory as a whole."""
 
     def __init__(self, tiers: Fits, training: Training, *args: Any) -> None:
         super().__init__(training, *args)
         self._tiers = tiers
-        self._kept: dict[int, dict[str, str]] = {}  # by chunk, dtypes of what there is for each element
+        self._kept: dict[int, dict[str, str]] = {}  # by chunk: the dtype of each element-wise state
         self._given: Mapping[nn.Parameter, Mapping[str, Any]] = {}  # states that a checkpoint has brought
 
     def set_up(self) -> None:
@@ -93,15 +96,17 @@ class TieredModel(ServedModel):
         self._fetched.clear()
         super().make_step(accepted)
 
-    # What goes to the shards
+    # State for the shards
 
     def take_states(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Before the optimizer's load_state_dict: keep the states, which may be lazy, for the shards, and
-        leave it the rest."""
+        """Keep the states, which may be lazy, for the shards, and return the rest of the state_dict.
+
+        This runs before the optimizer's load_state_dict.
+        """
         groups = self._training.optimizer.param_groups
         saved = [list(group["params"]) for group in state_dict["param_groups"]]
         if [len(each) for each in saved] != [len(group["params"]) for group in groups]:
-            return state_dict  # torch says what is wrong
+            return state_dict  # torch raises the error
         self._given = {
             parameter: state_dict["state"].get(index, {})
             for indices, group in zip(saved, groups, strict=True)
@@ -121,8 +126,10 @@ class TieredModel(ServedModel):
     # The optimizer's state
 
     def fetch_state(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """Each parameter's state, as plain torch would have it: what there is for each element is fetched
-        from its shard as it is read, a chunk at a time."""
+        """Return each parameter's state, as plain torch would have it.
+
+        Element-wise state is fetched from its shard when it is read, one chunk at a time.
+        """
         self.exchange.before_state()
         self._fetched, self._scalars, self._kept = {}, {}, {}
         self._ask_for_state(PullState(incarnation=self._service.shards.incarnation, words=True))

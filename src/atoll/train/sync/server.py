@@ -1,17 +1,18 @@
 """The way of a gradient to the shards of a parameter server, and of new parameters back.
 
 Under `bsp` the contribution is committed when backward ends, and `p.grad` then shows the mean over
-contributors; `step()` tells the shards to step with it (`MeanExchange`). Under `ssp` and `asp` a contribution
-is the contributor's own until `step()` commits it (`ValuesExchange`, `GroupValuesExchange`). In both, new
-parameters are staged as they arrive and published at the end of `step()` (`sync.lazy`: at the next forward;
-`sync.pipeline`: at the end of the next `step()`), so that none changes between forward and backward.
+contributors; `step()` lets the shards step with it (`MeanExchange`). Under `ssp` and `asp` a contribution is
+the contributor's own until `step()` commits it (`ValuesExchange`, `GroupValuesExchange`). In all of them new
+parameters are staged as they arrive, and published at the end of `step()`, so that none changes between
+forward and backward. With `sync.lazy` they are published at the next forward, with `sync.pipeline` at the end
+of the next `step()`.
 
-Where gradients and values lie is the exchange's `Store`; who speaks is its `Speaker`: a worker for itself, or
-a group as one. Each iteration of a group is two rounds of its ring (`train/group/rounds.py`). The first sums
-the members' gradients; it is made again, from what each has kept, where a member was lost. The second is the
-exchange. All members hold then what is exchanged, to the bit, and the shards know it by the group's number
-and the iteration: where the member that spoke was lost, the next one sends it again, and it counts once.
-Source: docs/server.md; docs/ps-hra.md; Li et al., OSDI 2014.
+The exchange's `Store` is the place of gradients and values. Its `Speaker` talks to the shards: a worker for
+itself, or a group as one. Each iteration of a group is two rounds of its ring (`train/group/rounds.py`). The
+first round sums the members' gradients; if a member is lost, it is made again from the gradients that each
+has kept. The second round is the exchange. By then all members hold the contribution, to the bit, and the
+shards know it by the group's number and the iteration. If the member that talks is lost, the next one sends
+the contribution again, and it counts once. Source: docs/server.md; docs/ps-hra.md; Li et al., OSDI 2014.
 """
 
 from __future__ import annotations
@@ -48,7 +49,14 @@ from atoll.wire.messages import Committed, Hyperparameters, LostBlocks
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What the leader was told of an exchange, beside values."""
+    """The shards' answer to a leader in an exchange, without values.
+
+    Attributes:
+        clock: the number of committed iterations.
+        staleness: the contribution's staleness, in iterations.
+        counted: the log's answer.
+        consumed: the samples of all workers that the answer has counted.
+    """
 
     clock: int
     staleness: float
@@ -57,7 +65,14 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class MeanAnswer(msgspec.Struct, frozen=True):
-    """bsp: the same of a mean. `present` by chunk: where any contributor has a gradient."""
+    """The shards' answer to a leader with a bsp mean, without values.
+
+    Attributes:
+        present: for each chunk and slot, 1 if any contributor has a gradient.
+        weight: the weight of all contributions.
+        samples: the samples of all contributions.
+        counted: the log's answer.
+    """
 
     present: dict[int, bytes]
     weight: float
@@ -67,18 +82,18 @@ class MeanAnswer(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What an exchange is composed of.
+    """The parts of an exchange.
 
     Args:
-        chunks: the model's trained ones.
-        connection: to the shards.
-        calls: the model's.
+        chunks: the model's trained chunks.
+        connection: the connection to the shards.
+        calls: the model's services.
         make_sum: makes the sum over the contributor's workers.
         make_store: makes the place of gradients and values, given that sum.
-        speaker: speaks to the shards.
-        feedback: keeps what the link and the codec drop.
-        together: what members of a group tell one another; None: this worker is a contributor by itself.
-        lazy: new parameters are published before the next forward.
+        speaker: talks to the shards.
+        feedback: keeps the parts of gradients that the link and the codec drop.
+        together: what a group's members report to one another; None: this worker is a contributor by itself.
+        lazy: True to publish new parameters before the next forward.
     """
 
     chunks: Sequence[BoundChunk]
@@ -93,13 +108,13 @@ class Parts:
 
 
 class Server(Reducer):
-    """One model's exchange with the shards: what its kinds have in common."""
+    """One model's exchange with the shards: the part that all kinds of exchanges share."""
 
     def __init__(self, parts: Parts) -> None:
         chunks, connection, calls = parts.chunks, parts.connection, parts.calls
         super().__init__(chunks, calls, parts.make_sum)
         self.connection, self._lazy = connection, parts.lazy
-        self.acts_before_forward = self.acts_before_state_dict = parts.lazy  # where parameters come late
+        self.acts_before_forward = self.acts_before_state_dict = parts.lazy  # then parameters come late
         self.losses = self.feedback = parts.feedback
         self.uplink, self.group = parts.speaker, parts.together
         self._store = parts.make_store(self.sum)
@@ -121,10 +136,10 @@ class Server(Reducer):
             lost=self._hear_lost,
             consumed=self._hear_consumed_alone,
         )
-        self.exchange_seconds = 0.0  # in all
+        self.exchange_seconds = 0.0
 
     def close(self) -> None:
-        """Let the model go, with the parameters that the last step asked for, unless an error ends it."""
+        """Let the model go, with the parameters that the last step requested, unless an error ends it."""
         if sys.exc_info()[0] is None:
             self.before_use()
         super().close()
@@ -142,13 +157,15 @@ class Server(Reducer):
         super().reduce()
 
     def before_use(self, *_: object) -> None:
-        """With `sync.lazy`: what the last step asked for must be there now. What is on its way to a group is
-        published by all members together, in `step`."""
+        """Publish the parameters that the last step requested, under `sync.lazy`.
+
+        A group's members publish theirs together, in `step`.
+        """
         if self.group is None:
             self.parameters.publish()
 
     def before_state(self) -> None:
-        """The optimizer's state is asked for: the step that was made last must be in it."""
+        """Publish parameters before the optimizer's state is asked for, so that it includes the last step."""
         self.before_use()
 
     def before_step(self) -> None:
@@ -158,7 +175,7 @@ class Server(Reducer):
 
     @abstractmethod
     def step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
-        """The script's `optimizer.step()`: let the shards make it, and ask for the new parameters."""
+        """Make the script's `optimizer.step()`: let the shards step, and ask for the new parameters."""
 
     def after_step(self) -> None:
         super().after_step()
@@ -174,11 +191,11 @@ class Server(Reducer):
                 "a method or a part of it, or set sync.lazy to false"
             )
 
-    # -- where this worker is in the run -------------------------------------------------------------------
+    # -- this worker's place in the run --------------------------------------------------------------------
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Fetch the parameters as the shards have them now: others may have moved them on."""
+        """Fetch the shards' present parameters, which other workers may have changed."""
         if self.group is not None:
             self._take_parameters(self.steps, "the newest parameters", newest=True)
             return
@@ -187,21 +204,26 @@ class Server(Reducer):
         self.before_use()
 
     def catch_up(self, clock: int) -> None:
-        """The workers have met, and the next iteration is `clock`: at a site, the others go on without one
-        that waits in a meeting. A contribution that is not stepped yet stays where it is."""
+        """Go on at iteration `clock`, after a meeting: at a site, the others go on without a worker that
+        waits in a meeting.
+
+        A contribution that is not stepped yet keeps its iteration.
+        """
         if not self.reduced:
             self.steps = max(self.steps, clock)
 
     def gather_members(self) -> None:
-        """Return when all members of the group have come to a meeting; under bsp they come together."""
+        """Return when all members of the group have come to a meeting. Here: at once, since bsp members come
+        together."""
 
     @property
     def contributors(self) -> list[int]:
-        """Those that live, as the log last said: groups, and workers alone."""
+        """The living contributors, groups and workers alone, by the log's latest answer."""
         return [] if self.group is None else self.group.contributors
 
     def join(self, contributor: int, what: str) -> None:
-        """Take part in a new group's iterations, with the parameters that its leader is given for it."""
+        """Take part in a new group's iterations, with the parameters that its leader fetches for it. `what`
+        names the wait."""
         assert self.group is not None
         self.uplink.join(contributor, what)
         self.steps = self._take_parameters(0, what).clock
@@ -214,10 +236,11 @@ class Server(Reducer):
         self.feedback.clear()
 
     def load_member_state(self, state: Mapping[str, Any]) -> None:
-        """Which iteration this worker makes next is the shards' to say."""
+        """Take another member's state, except the iteration: the shards decide which one this worker makes
+        next."""
         self.sum.load_member_state(state)
 
-    # -- what the shards say -------------------------------------------------------------------------------
+    # -- the shards' answers -------------------------------------------------------------------------------
 
     def _hear_lost(self, iteration: int, chunk: int, lost: LostBlocks | None) -> None:
         self.feedback.answered(iteration, chunk, lost)
@@ -227,12 +250,14 @@ class Server(Reducer):
         self.consumed = max(self.consumed, consumed)
 
     def _hear_consumed_alone(self, consumed: float) -> None:
-        if self.group is None:  # else all members hear it at once
+        if self.group is None:  # a group's members all take it with the answer
             self._hear_consumed(consumed)
 
     def _hear_alone(self, counted: Committed) -> None:
-        """Record how contributions weigh, by the log's answer. The ring weighs within a group, all of whose
-        members hear the answer at once."""
+        """Record how contributions weigh, by the log's answer, on a worker alone.
+
+        A group's ring weighs within the group, and all of its members take the answer together.
+        """
         if self.group is None:
             self.count_alike = counted.alike
             self._warn(counted)
@@ -244,8 +269,8 @@ class Server(Reducer):
             self._calls.epochs_mixed(counted.epochs)
 
     def _take_word(self, counted: Committed) -> None:
-        """What the log said, as all members were told; who spoke to it and was not the last to, needs not
-        again."""
+        """Take the log's answer, which all members have. A member that committed, and was not the last to,
+        need not do so again."""
         if self.group is not None:
             self.connection.shards.answered(COMMIT)
         self.connection.members.told(counted)
@@ -259,16 +284,17 @@ class Server(Reducer):
         self.bytes_sent += sent
 
     def _contribution(self, own: Contribution, turn: int | None, **more: Any) -> Outgoing:
-        """Return the contribution of what is in the store; see `ServerClient.outgoing`."""
+        """Return the contribution of the gradients in the store (see `ServerClient.outgoing`)."""
         if self.group is None:
             return self._client.outgoing(self.steps, own, turn, used=self.connection.used(), **more)
         used, able = self.group.take_used(), list(self.group.able)
         return self._client.outgoing(self.steps, own, turn, used=used, able=able, **more)
 
     def _send(self, out: Outgoing, role: Role, along: Mapping[int, Tensor] | None) -> None:
-        """Send this side's part of a contribution, and commit it where it speaks to the log."""
+        """Send this side's part of a contribution, and commit the contribution if this side talks to the
+        log."""
         if self._store.window is not None:
-            self.connection.shards.answered(CONTRIBUTION)  # of a ring before this one
+            self.connection.shards.answered(CONTRIBUTION)  # end what a former ring has sent
         self._push(out, role, along)
         points.reach("group.pushed", out.iteration)
         if role.leads:
@@ -277,17 +303,17 @@ class Server(Reducer):
             points.reach("group.committed", out.iteration)
 
     def _push(self, out: Outgoing, role: Role, along: Mapping[int, Tensor] | None) -> None:
-        """The chunks of it."""
+        """Push this side's share of the contribution's chunks."""
         self._client.push_all(out, role.share, along=along)
 
     def _fetch(self, role: Role, clock: int, what: str, *, newest: bool = False) -> dict[int, Tensor]:
-        """Parameters as `NewParameters.pull` asks for them, for `adopt`. A collective of the ring."""
+        """Return parameters for `adopt`, requested as in `NewParameters.pull`. A collective of the ring."""
         if role.talks:
             self.parameters.pull(clock, newest=newest, share=role.share)
         return self.uplink.hand_on(role, self.parameters, self.parameters.become, what)
 
     def _take_parameters(self, clock: int, what: str, *, newest: bool = False) -> Answer:
-        """Take parameters on all members, asked for as in `NewParameters.pull`. `what` describes the wait."""
+        """Take parameters on all members, requested as in `NewParameters.pull`. `what` names the wait."""
 
         def act() -> tuple[Answer, dict[int, Tensor]]:
             role = self.uplink.role(clock)
@@ -304,7 +330,7 @@ class Server(Reducer):
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
-        """What is waited for within is a group's exchange."""
+        """Return a context whose waits are counted as a group's exchange."""
         if self.group is None:
             yield
             return
@@ -315,14 +341,15 @@ class Server(Reducer):
 
 
 class MeanExchange(Server):
-    """bsp: after backward `p.grad` is the mean over all contributors, as the shards made it."""
+    """The exchange under bsp: after backward `p.grad` is the mean over all contributors, which the shards
+    have made."""
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         of_group = self.group is not None
         self._means = Means(parts.chunks, parts.connection, self._store, self.feedback, of_group=of_group)
-        self._committed = -1  # the last iteration that was
-        self._scale_at_step = 1.0  # of this iteration's means: by clipping
+        self._committed = -1  # the last committed iteration
+        self._scale_at_step = 1.0  # the factor by which clipping has scaled this iteration's means
 
     # -- the mean -----------------------------------------------------------------------------------------
 
@@ -354,7 +381,7 @@ class MeanExchange(Server):
         with self._timed():
             answer, values = self.uplink.round(what, lambda: self._exchange(out, what), self.steps)
         self._means.over()
-        # Until the mean is there, all may wait for a newcomer, and that one for this worker's state.
+        # Until the mean is there, all may wait for a newcomer, and the newcomer for this worker's state.
         self.connection.members.over()
         for bound in () if self._means.by_chunk else self._chunks:
             present = [bool(byte) for byte in answer.present[bound.chunk.id]]
@@ -408,9 +435,11 @@ class MeanExchange(Server):
 
     @torch.no_grad()
     def _leave_out(self) -> None:
-        """A backward begins, and no step was made with the mean before: the script has skipped it, as a
-        GradScaler does. Raises UserError where gradients of it are left, to be added to. The parameters are
-        what they were: within backward, nothing may be written to them."""
+        """Leave a step out: a backward begins after a mean without a step, as when a GradScaler skips one.
+
+        Raises UserError if gradients of that mean are left, to which backward would add. The parameters stay
+        unchanged: within backward, nothing may be written to them.
+        """
         if self._store.has_mean():
             raise UserError(
                 f"iteration {self.steps}: a second backward before optimizer.step(); under strategy "
@@ -424,14 +453,14 @@ class MeanExchange(Server):
         self.steps += 1
 
     def clip(self, by: Clipping) -> Tensor:
-        """Clip the mean here; the shards multiply theirs by the same factor in the step."""
+        """Clip the mean on this worker. The shards multiply theirs by an equal factor in the step."""
         norm, factor = self._store.clip(by)
         self._scale_at_step *= factor
         return norm
 
     @torch.no_grad()
     def step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
-        edited = self._store.edited() if accepted else []  # what is left out needs no gradients
+        edited = self._store.edited() if accepted else []  # a step left out needs no gradients
         with self.parameters.stepping():
             values = self._make_step(accepted, hyperparameters, edited)
             if self.group is not None:
@@ -442,7 +471,7 @@ class MeanExchange(Server):
     def _make_step(
         self, accepted: bool, hyperparameters: Hyperparameters, edited: list[int]
     ) -> dict[int, Tensor]:
-        """Let the shards make the step; to a group, the parameters that come of it, by chunk."""
+        """Let the shards make the step; return the new parameters by chunk in a group, else nothing."""
         what = f"the parameters after iteration {self.steps}"
 
         def act() -> dict[int, Tensor]:
@@ -466,11 +495,11 @@ class MeanExchange(Server):
 
 
 class ValuesExchange(Server):
-    """ssp and asp, of a worker that speaks for itself: gradients are its own, and edits act on its own
-    contribution.
+    """The exchange under ssp and asp of a worker that talks for itself: `p.grad` is its own gradient, and
+    edits act on it.
 
     With `pipeline` 1 an exchange goes on while the next iteration computes: `step` sends this iteration's
-    contribution, and publishes what came of the one before.
+    contribution, and publishes the parameters that follow from the one before.
     """
 
     sums_samples = False
@@ -478,8 +507,8 @@ class ValuesExchange(Server):
     def __init__(self, parts: Parts, pipeline: int = 0) -> None:
         super().__init__(parts)
         self._pipelined = pipeline > 0
-        self._weighed = Contribution(0.0, 0.0)  # this iteration's
-        # A backward whose forward was not called is seen by its gradients alone: see `_check_forward`.
+        self._weighed = Contribution(0.0, 0.0)  # this iteration's contribution
+        # Only gradients show a backward whose forward was not called: see `_check_forward`.
         watched = [parameter for bound in parts.chunks if parts.lazy for parameter in bound.parameters]
         arm = parts.calls.arm
         self._handles = [
@@ -493,7 +522,7 @@ class ValuesExchange(Server):
         super().close()
 
     def settle(self) -> None:
-        """Wait for the exchange in flight; what came of it is published in its time."""
+        """Wait for the exchange in flight. Its parameters are published later."""
         self.parameters.arrive()
 
     def before_state(self) -> None:
@@ -514,7 +543,7 @@ class ValuesExchange(Server):
             super()._check_forward()
 
     def _is_whole(self, own: Contribution, of_group: Contribution) -> None:
-        """Nothing leaves before `step`."""
+        """Keep the contribution: nothing leaves before `step`."""
         self.connection.members.over()
         self._weighed = own
         super()._is_whole(own, of_group)
@@ -537,7 +566,7 @@ class ValuesExchange(Server):
     def _step_ahead(self, own: Contribution, hyperparameters: Hyperparameters) -> None:
         """Send this contribution, and end the exchange of the one before, which may have ended already.
 
-        Only then are this one's parameters asked for: a shard keeps one question of each worker.
+        This contribution's parameters are requested only then: a shard keeps one question of each worker.
         """
         parameters, behind = self.parameters, int(self.parameters.on_their_way)
         self.connection.shards.take()
@@ -553,14 +582,15 @@ class ValuesExchange(Server):
 
     @property
     def _topic(self) -> Hashable:
-        """What this iteration's contribution is sent until."""
+        """The resend topic of this iteration's contribution."""
         return (CONTRIBUTION, self.steps) if self._pipelined else CONTRIBUTION  # two may be under way
 
     def _contribute_all(
         self, own: Contribution, hyperparameters: Hyperparameters, behind: int = 0, *, pull: bool = True
     ) -> None:
-        """Push all chunks, and commit; the last of each shard asks for the new parameters if `pull`."""
-        stays = not (self._lazy or self._pipelined)  # else the script goes on before the answer
+        """Push all chunks, and commit. With `pull` the last push to each shard asks for the new
+        parameters."""
+        stays = not (self._lazy or self._pipelined)  # False: the script goes on before the answer
         turn = None if stays else self.steps % 2 if self._pipelined else 0
         out = self._contribution(own, turn, hyperparameters=hyperparameters, behind=behind, waits=False)
         self._client.push_all(out, pull=pull, until=self._topic)
@@ -572,11 +602,11 @@ class ValuesExchange(Server):
 
 
 class GroupValuesExchange(Server):
-    """ssp and asp, of a group: `p.grad` shows the group's mean, and edits act on the group's contribution;
-    all members make the same ones.
+    """The exchange under ssp and asp of a group.
 
-    With a pipeline, a step's exchange is in flight while the next iteration computes, and its parameters are
-    published at the end of that one's step.
+    `p.grad` shows the group's mean, and edits act on the group's contribution; all members must make equal
+    edits. With a pipeline, a step's exchange is in flight while the next iteration computes. Its parameters
+    are published at the end of that iteration's step.
     """
 
     sums_samples = False
@@ -591,7 +621,7 @@ class GroupValuesExchange(Server):
         hyperparameters: Callable[[], Hyperparameters],
         pipeline: int = 0,
     ) -> None:
-        """`hyperparameters` returns the optimizer's; `together` is that of `parts`."""
+        """Exchange for a group. `hyperparameters` returns the optimizer's; `together` is that of `parts`."""
         super().__init__(parts)
         self._together, self._hyperparameters, self._pipeline = together, hyperparameters, pipeline
         self._in_flight: Outgoing | None = None
@@ -617,18 +647,19 @@ class GroupValuesExchange(Server):
         out.behind = int(self._in_flight is not None)
         self.settle()
         self._in_flight = out
-        if not self.uplink.is_again(out):  # else the members have to agree first on what goes along
+        if not self.uplink.is_again(out):  # otherwise members must first agree on the residuals sent along
             self._begin(out, self.uplink.role(out.iteration, out.able), None)
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Wait for the exchange that is in flight, if one is, and publish what came of it. All members do."""
+        """Wait for the exchange in flight, if there is one, and publish its parameters. All members make this
+        call."""
         out, self._in_flight = self._in_flight, None
         if out is not None:
             self._finish(out)
 
     def after_step(self) -> None:
-        if self._together.told:  # nobody leaves a group with an exchange in flight
+        if self._together.told:  # no member leaves a group with an exchange in flight
             self.settle()
         super().after_step()
 
@@ -638,7 +669,7 @@ class GroupValuesExchange(Server):
 
     @torch.no_grad()
     def close(self) -> None:
-        """Publish what comes of the exchange in flight, each member for itself: others may be gone."""
+        """Publish the parameters of the exchange in flight, each member for itself: others may be gone."""
         out, self._in_flight = self._in_flight, None
         if out is not None and sys.exc_info()[0] is None:
             self.parameters.arrive()
@@ -650,11 +681,11 @@ class GroupValuesExchange(Server):
 
     @torch.no_grad()
     def gather_members(self) -> None:
-        """Return when all members of the group have come to a meeting; until then, take part in iterations
-        that the others still make, with nothing.
+        """Return when all members of the group have come to a meeting.
 
-        Members that made iterations alone have made unequally many, and come to the same line of their script
-        at different ones of the group's. Within an iteration, between backward and step, all have come.
+        Until then, take part with weight 0 in iterations that the others still make. Members that made
+        iterations alone have made unequal numbers of them, so they come to one line of their script in
+        different iterations of the group. Within an iteration, between backward and step, all have come.
         """
         ring = self._together.ring
         while ring.world > 1 and not self.reduced:
@@ -663,7 +694,7 @@ class GroupValuesExchange(Server):
                 return
 
     def _help(self) -> bool:
-        """One iteration of the others; False where nobody makes one, since all have come."""
+        """Take part in one iteration of the others; return False if none is made, since all have come."""
         put_back = self._store.put_away()
         with self._together.waiting():
             of_group = self.sum.assist(lambda: bool(self._together.able))
@@ -688,11 +719,11 @@ class GroupValuesExchange(Server):
 
     def _outgoing(self, accepted: bool, hyperparameters: Hyperparameters) -> Outgoing:
         own = self._of_group if accepted else Contribution(0.0, self._of_group.samples)
-        turn = 1 if self._pipeline else None  # the next backward writes over it
+        turn = 1 if self._pipeline else None  # the next backward overwrites the gradients
         return self._contribution(own, turn, hyperparameters=hyperparameters)
 
     def _begin(self, out: Outgoing, role: Role, along: Mapping[int, Tensor] | None) -> None:
-        """Send this member's part, unless it has done so in this ring, and ask for what comes of it."""
+        """Send this member's part, unless it has done so in this ring, and ask for the new parameters."""
         if not role.talks or self.uplink.has_sent(out):
             return
         self._client.counted = None
@@ -700,7 +731,7 @@ class GroupValuesExchange(Server):
         self._send(out, role, along)
 
     def _finish(self, out: Outgoing) -> None:
-        """The exchange, up to the parameters that come of it."""
+        """Make the exchange, and publish its parameters."""
         what = f"the exchange of iteration {out.iteration}"
         with self._timed():
             answer, values = self.uplink.round(what, lambda: self._exchange(out, what), out.iteration)

@@ -38,9 +38,9 @@ from atoll.wire.messages import VERSION, Goodbye, Hello, Used, Welcome
 
 
 def enter(config: Config) -> Service | HubRing:
-    """Join the run at $ATOLL_HUB: as a worker of its shards, or of the ring that a run without shards is.
+    """Join the run at $ATOLL_HUB: as a worker of its shards, or in the ring of a run without shards.
 
-    Raises ConfigError where the environment or the strategy is wrong, and what HubClient raises.
+    Raises ConfigError if the environment or the strategy is wrong, and the errors of HubClient.
     """
     address = os.environ.get(HUB_VARIABLE, "")
     if not address:
@@ -51,7 +51,7 @@ def enter(config: Config) -> Service | HubRing:
     for _ in range(2):
         try:
             return _joined(config, address, keys, kept)
-        except _RingIsOverError as error:  # the hub heard of us before the ring's workers had said goodbye
+        except _RingIsOverError as error:  # the ring's workers said goodbye after this one had joined
             refused = str(error)
     raise RefusedError(refused)
 
@@ -70,7 +70,7 @@ def _joined(config: Config, address: str, keys: Keys | None, kept: bool) -> Serv
         without=partial(_without_hub, config),
     )
     try:
-        # A ring's workers tell one another where they are; a hub that knows no sites refuses who names one.
+        # A ring's workers report their sites to one another. A hub without sites refuses a named site.
         site = "" if config.run.strategy == "hierarchical" else os.environ.get(SITE_VARIABLE, "")
         wish = wished_rank()
         welcome = hub.join(wish, site)
@@ -80,14 +80,14 @@ def _joined(config: Config, address: str, keys: Keys | None, kept: bool) -> Serv
             return Service(config, hub, address, keys, keeps_memory=kept)
         _tell_of_torchrun(welcome.workers)
         return _ring_of(hub, address, keys, config, wish)
-    except BaseException:  # a rank that is held, and never trains, would hold up the others
+    except BaseException:  # the others would wait for a rank that never trains
         hub.goodbye()
         hub.close()
         raise
 
 
 def _without_hub(config: Config, welcome: Welcome) -> str:
-    """What becomes of the run while its hub is away."""
+    """Return, in words, how the run goes on while its hub is away."""
     if not welcome.shards:
         return "the ring trains on, and would not know who of it died"
     if config.sync.consistency == "bsp":
@@ -97,7 +97,7 @@ def _without_hub(config: Config, welcome: Welcome) -> str:
 
 def _ring_of(hub: HubClient, address: str, keys: Keys | None, config: Config, wish: int) -> HubRing:
     assert hub.welcome is not None
-    is_late = wish < 0 and hub.welcome.worker >= hub.welcome.workers  # all of a ring's ranks were taken
+    is_late = wish < 0 and hub.welcome.worker >= hub.welcome.workers  # all of the ring's ranks were taken
     try:
         return HubRing(hub, address, keys, config.timeout_seconds)
     except RefusedError as error:
@@ -107,18 +107,32 @@ def _ring_of(hub: HubClient, address: str, keys: Keys | None, config: Config, wi
 
 
 class Service:
-    """The hub, which this worker has joined, and the shards, as one worker sees them."""
+    """The hub that this worker has joined, and its shards, as one worker sees them.
+
+    Attributes:
+        keeps_memory: True if freed memory stays with the process.
+        site: this worker's site, if sites have shards of their own; else empty.
+        hub: the connection to the hub.
+        welcome: the hub's answer when this worker joined.
+        rings: the rings of this worker's groups, if workers are in groups; else None.
+        mark: shows whether this worker is within a round of its ring.
+        shards: the link to the shards.
+        finished: True if the session came to its end.
+        samplers: the samplers that lease data.
+        members: the number of living workers, by the shards' latest report; 0: not known yet.
+        staleness: the latest contribution's staleness as the shards measured it, in global iterations.
+    """
 
     def __init__(
         self, config: Config, hub: HubClient, address: str, keys: Keys | None, *, keeps_memory: bool = False
     ) -> None:
         assert hub.welcome is not None
         self.keeps_memory = keeps_memory
-        # In a run without levels a site only says where a worker is, for the hub to make groups by.
+        # In a run without sites' shards the hub only forms groups by the site.
         self.site = os.environ.get(SITE_VARIABLE, "") if hub.welcome.sites else ""
         self.hub, self.welcome = hub, hub.welcome
-        self.rings: GroupRing | None = None  # of this worker's groups, where workers are in groups
-        self.mark = RoundMark()  # of the ring in which this worker is
+        self.rings: GroupRing | None = None
+        self.mark = RoundMark()
         if config.run.strategy == "ps-hra":
             hub.wait_for_links()
             self.rings = GroupRing(hub, address, keys, config.timeout_seconds)
@@ -138,18 +152,18 @@ class Service:
             where=self._where_shards_are,
             tell=hub.notices.warn,
             meanwhile=self._check_ring,
-            # Within a site it is near; the site's shard has the long way to go.
+            # Inside a site the shard is near; the site's shard uses the long link.
             options=LinkOptions() if self.site else config.link,
         )
         self.shards.greet()
-        self.finished = False  # the session came to its end
+        self.finished = False
         self.samplers: list[LeasedSampler] = []
-        self.members = 0  # workers that live, as the shards last said; 0: not yet
-        self.staleness = 0.0  # of the latest contribution, as the shards measured it; global iterations
+        self.members = 0
+        self.staleness = 0.0
 
     @property
     def place(self) -> Place:
-        """This worker's place in the run, as the hub gave it."""
+        """This worker's place in the run, which the hub gave."""
         return Place(
             rank=self.welcome.worker,
             world=self.welcome.workers,
@@ -157,27 +171,27 @@ class Service:
         )
 
     def as_joined(self, config: Config) -> Config:
-        """The configuration of a run with shards: a worker that is in no group is one of `server`."""
+        """Return the configuration of a run with shards. A worker without groups has strategy `server`."""
         if self.rings is not None:
             return config
         run = msgspec.structs.replace(config.run, strategy="server")
         return msgspec.structs.replace(config, run=run)
 
     def describe(self, config: Config) -> str:
-        """The run's servers in a few words."""
+        """Return a description of the run's servers, in a few words."""
         consistency = config.sync.consistency
         slack = f" with slack {config.sync.slack}" if consistency == "ssp" else ""
         where = f" between sites, at site {self.site!r}" if self.site else ""
         return f"{consistency}{slack}{where}, shards: {', '.join(self.shards.addresses)}; {self._safety()}"
 
     def _safety(self) -> str:
-        """How the way to the shards is kept from others."""
+        """Return how the way to the shards is protected, in words."""
         if all(is_path(address) for address in self.shards.addresses):
             return "sockets of this user alone"
         return "encrypted (CURVE)" if os.environ.get(KEYS_VARIABLE) else "not encrypted (loopback only)"
 
     def describe_link(self, config: Config) -> str:
-        """The way to the shards in a few words, where it is another than TCP."""
+        """Return a description of the link to the shards, in a few words, if it is not TCP."""
         link = config.link
         if self.site:
             return (
@@ -189,33 +203,35 @@ class Service:
         return f"ltp: what is lost of a gradient {late}"
 
     def used(self) -> list[Used]:
-        """The leased positions that this worker's next commit uses up."""
+        """Return the leased positions that this worker's next commit uses up."""
         return [each for sampler in self.samplers for each in sampler.used()]
 
     def prepared(self, nbytes: int) -> None:
-        """A model is prepared, whose gradients take so many bytes."""
+        """Note that a model is prepared whose gradients have `nbytes` bytes."""
         self.hub.size += nbytes
 
     def stepped(self, iteration: int, samples: float, pace: Pace | None) -> None:
-        """Note how far this worker is; raises RunError when the hub has given it up."""
+        """Note this worker's iteration, for its heartbeats. Raises RunError when the hub has given the worker
+        up."""
         self.hub.iteration, self.hub.batch = iteration, samples
-        if self.rings is not None and pace is not None:  # the hub makes groups of those that tell it a pace
+        if self.rings is not None and pace is not None:  # the hub forms groups of workers that report a pace
             self.hub.set_pace(pace.seconds)
         self.hub.check()
 
     def finish(self, _iteration: int) -> None:
-        """The session came to its end."""
+        """Note that the session came to its end."""
         self.finished = True
 
     def told_members(self, count: int) -> None:
-        """So many workers live."""
+        """Take the number of living workers."""
         self.members = count
 
     def measured_staleness(self, value: float) -> None:
         self.staleness = value
 
     def _where_shards_are(self) -> list[str] | None:
-        """The shards' addresses, if the hub knows them; a site that has ended has none any more."""
+        """Return the shards' addresses if the hub knows them, else None. Raises PeerLostError if this
+        worker's site has ended."""
         try:
             return self.hub.where_shards_are()
         except RefusedError as error:
@@ -227,14 +243,17 @@ class Service:
             ) from None
 
     def _check_ring(self) -> None:
-        """Raises BrokenRingError within a round of the group's ring, where the hub has said that the ring has
-        lost a member: what is waited for may be that one's to bring."""
+        """Raise BrokenRingError within a round of the group's ring if the hub has reported that the ring lost
+        a member.
+
+        The wait may be for that member.
+        """
         if self.rings is not None and self.mark.inside:
             self.rings.check()
 
     def close(self) -> None:
-        """Leave the run: what this worker had leased and not used is the others'."""
-        if self.site:  # else its shard would wait for this worker to come back
+        """Leave the run. Other workers get the positions that this one has leased and not used."""
+        if self.site:  # otherwise its shard would wait for it to come back
             self.shards.send(LOG, Goodbye(incarnation=self.shards.incarnation))
         self.hub.goodbye(self.finished)
         self.shards.close()
@@ -244,7 +263,7 @@ class Service:
 
 
 def parties_of(worker: int, site: str = "") -> Parties:
-    """A worker and its shards: the run's, or its site's one."""
+    """Return words for a worker and its shards: those of the run, or the one of its site."""
     end = "its site's, and the others go on" if site else "the run's"
     return Parties(
         own=f"worker {worker}",
@@ -256,8 +275,10 @@ def parties_of(worker: int, site: str = "") -> Parties:
 
 
 def _tell_of_torchrun(workers: int) -> None:
-    """Say which of two places counts, where torchrun gave this worker one among several too; under
-    `atoll run` nobody has asked for another one."""
+    """Print that the hub's place counts, if torchrun gave this worker a place among several too.
+
+    Nothing is printed under `atoll run`, since nobody has asked for another place.
+    """
     several = os.environ.get("WORLD_SIZE", "1") != "1" and os.environ.get("RANK") == "0"
     if several and DIRECTORY_VARIABLE not in os.environ:
         print(

@@ -1,5 +1,5 @@
-"""Which exchange a model has with the shards of a parameter server: by policy, by who speaks, and by where
-the model lies."""
+"""The choice of a model's exchange with the shards: by policy, by who talks to the shards, and by the model's
+place."""
 
 from __future__ import annotations
 
@@ -36,7 +36,17 @@ def serve_alone(
     lazy: bool = False,
     pipeline: int = 0,
 ) -> Server:
-    """The exchange of a worker that speaks for itself. `held` gives the model where it lies in tiers."""
+    """Return the exchange of a worker that talks to the shards for itself.
+
+    Args:
+        policy: the consistency: that of the configuration, or bsp inside a site.
+        chunks: the model's trained chunks.
+        connection: the connection to the shards.
+        calls: the model's services.
+        held: returns the model in its tiers; None if it lies on the device.
+        lazy: the configuration's sync.lazy.
+        pipeline: the configuration's sync.pipeline.
+    """
     make_sum: MakeSum = AtEnd if policy == "bsp" else Own
 
     def make_store(summed: GroupSum) -> Store:
@@ -76,17 +86,21 @@ def serve_group(
     held: Holder | None = None,
     pipeline: int = 0,
 ) -> Server:
-    """The exchange of a group, whose members sum over `ring` first.
+    """Return the exchange of a group, whose members first sum over `ring`.
 
     Args:
         policy: the configuration's sync.consistency.
+        chunks: the model's trained chunks.
+        connection: the connection to the shards.
+        calls: the model's services.
+        ring: the group's ring.
         uplink: the configuration's sync.uplink.
         message_bytes: the least bytes of a message on the ring.
         grouping: returns the hub's latest grouping that this worker knows.
-        move: called with a grouping after a step that was told to move to it.
+        move: called with a grouping after a step whose answer told the group to move to it.
         settings: returns the hyperparameters that must be equal on all members.
         hyperparameters: returns the optimizer's hyperparameters.
-        held: gives the model where it lies in tiers.
+        held: returns the model in its tiers; None if it lies on the device.
         pipeline: the configuration's sync.pipeline.
     """
     feedback = feedback_of(chunks, connection)
@@ -96,10 +110,10 @@ def serve_group(
         RingSum,
         ring=ring,
         calls=calls,
-        # bsp: the sum stays beside this member's gradients, to be sent again where another is lost meanwhile.
+        # bsp: the sum stays beside this member's gradients, to be sent again if a member is lost meanwhile.
         carry=carry if held is None else partial(TierCarrier, held=held, stays=policy == "bsp"),
         settings=settings,
-        fills_up=True,  # where batches were only filled up, nothing is contributed
+        fills_up=True,  # an iteration of fills alone contributes nothing
         steps_here=False,
         within=together.tell_used,
     )
@@ -125,7 +139,7 @@ def serve_group(
 
 
 def feedback_of(chunks: Sequence[BoundChunk], connection: Connection) -> Feedback:
-    """What keeps what the connection drops of these chunks' gradients."""
+    """Return the error feedback for these chunks' gradients over the connection."""
     names = {bound.chunk.id: bound.names[0] for bound in chunks}
     return Feedback(
         [bound.chunk for bound in chunks],

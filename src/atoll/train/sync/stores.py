@@ -1,8 +1,8 @@
-"""Where a worker of a parameter server has its gradients, their means and its values: on the device, or in
-tiers of memory.
+"""The places in which a worker of a parameter server has its gradients, their means and its values: the
+device, or tiers.
 
-An exchange is given one `Store`, and asks for gradients as they leave, puts means and new values into it, and
-hears of it what the script has changed.
+An exchange has one `Store`. It reads gradients from the store as they leave, puts means and new values into
+it, and asks it for the script's changes.
 """
 
 from __future__ import annotations
@@ -24,89 +24,99 @@ from atoll.train.gradients.messages import ChunkGradients
 from atoll.train.gradients.reducer import Clipping
 from atoll.train.gradients.tiersums import Holder, TierCarrier, gradient_from, note_nonfinite, values_from
 
-UNDER_WAY = MOST_UNDER_WAY  # chunks at once, on their way out or in
+UNDER_WAY = MOST_UNDER_WAY  # the most chunks that are on their way, out or in, at once
 
-# Gives a run of a chunk's gradients as it leaves, by `present`, `start` and `stop`.
+# Returns a run of a chunk's gradients as it leaves, given `present`, `start` and `stop`.
 Leaving: TypeAlias = Callable[[Sequence[bool], int, int], memoryview]
 
 
 class Store(Protocol):
-    """Where the chunks lie that one exchange sends, and takes."""
+    """The place of the chunks that one exchange sends and takes."""
 
     @property
     def window(self) -> int | None:
-        """How many chunks may be on their way in at once; None: all of them."""
+        """The most chunks that may be on their way in at once; None: all of them."""
 
     # -- gradients ----------------------------------------------------------------------------------------
 
     def begin_leaving(self) -> None:
-        """An iteration's gradients are about to leave."""
+        """Prepare for an iteration's gradients to leave."""
 
     def present(self, bound: BoundChunk) -> list[bool]:
-        """Which of a chunk's parameters have a gradient that is to leave."""
+        """Return, for each of a chunk's parameters, True if it has a gradient that is to leave."""
 
     def read(self, bound: BoundChunk, turn: int | None) -> Tensor | Leaving:
-        """A chunk's gradients as they leave, (extent,), zeros where there are none; or what puts a run of
-        them together as it leaves. `turn`: they stay as they are while those of another turn leave; None:
-        until the shard has answered."""
+        """Return a chunk's gradients as they leave, (extent,), with zeros for absent ones.
+
+        The result may be a function that puts a run of them together as it leaves. With a `turn` the
+        gradients stay unchanged while those of another turn leave; None: they stay unchanged until the shard
+        has answered.
+        """
 
     def put_away(self) -> Callable[[], None]:
-        """Take the script's gradients out of the way of an iteration of others; returns what puts them
-        back."""
+        """Take the script's gradients out of the way of an iteration of others; return a function that puts
+        them back."""
 
     def own_nonfinite(self) -> list[str] | None:
-        """The parameters whose own gradients were found not to be finite as they left; None: look at them."""
+        """Return the parameters whose own gradients held NaN or infinity as they left; None if they were not
+        examined."""
 
     # -- the mean -----------------------------------------------------------------------------------------
 
     def keep(self, bound: BoundChunk, values: Tensor) -> Tensor:
-        """A chunk's mean, (extent,), where it can stay until `put_mean`."""
+        """Return a chunk's mean, (extent,), in memory in which it can stay until `put_mean`."""
 
     def put_mean(self, bound: BoundChunk, values: Tensor, present: Sequence[bool]) -> None:
-        """Let `p.grad` be a chunk's mean, (extent,), of the parameters that are `present`, and None of
+        """Let `p.grad` show a chunk's mean, (extent,), for parameters that are `present`, and None for
         others."""
 
     def end_mean(self) -> None:
-        """All of it is there: from now on the script's edits are noticed."""
+        """Notice the script's edits from now on: all chunks of the mean are there."""
 
     def has_mean(self) -> bool:
-        """Whether what was shown is still there, and not all zeros."""
+        """True if the mean is still shown, and not all zeros."""
 
     def edited(self) -> list[int]:
-        """The chunks in which the script has changed or replaced a gradient since it was shown."""
+        """Return the chunks in which the script has changed or replaced a gradient since the mean was
+        shown."""
 
     def clip(self, by: Clipping) -> tuple[Tensor, float]:
-        """Clip what is shown; the norm before, and the factor for the shards: 1 where what the script made of
-        the mean goes there itself."""
+        """Clip the gradients that are shown; return the norm before, and the factor for the shards.
+
+        The factor is 1 if the script has edited the mean, since the edited mean itself is sent.
+        """
 
     def made_of_mean(self, chunk: int) -> tuple[Sequence[bool], Tensor, Payload]:
-        """What the script has made of a chunk's mean: which slots have a gradient, these, (extent,), and the
-        payload that has them."""
+        """Return a chunk's mean as the script has edited it: for each slot whether it has a gradient, the
+        gradients, (extent,), and a payload with them."""
 
     # -- values -------------------------------------------------------------------------------------------
 
     def changed(self) -> str:
-        """The first parameter that the script has written to; empty: none. What was changed and changed back
-        (to evaluate with an average of the weights, say) is unchanged."""
+        """Return the first parameter to which the script has written; empty if there is none.
+
+        A parameter that was changed and changed back, say to evaluate with an average of the weights, is
+        unchanged.
+        """
 
     def forget_changes(self) -> None:
-        """What was written so far is known to the shards too."""
+        """Forget the script's changes so far: the shards know them too."""
 
     def begin_values(self) -> None:
-        """All values are about to change, as one."""
+        """Prepare for all values to change."""
 
     def write_values(self, bound: BoundChunk, values: Tensor) -> None:
-        """Let a chunk have new values, (extent,)."""
+        """Give a chunk new values, (extent,)."""
 
     def end_values(self, *, stepped: bool) -> None:
-        """All have come; `stepped`: by a step that the script has made."""
+        """Note that all values have come. `stepped`: they follow from a step of the script's."""
 
     def close(self) -> None:
         """Let go of all memory."""
 
 
 class Resident:
-    """On the device: each chunk's gradients and values whole."""
+    """The store on the device: each chunk's gradients and values lie there whole."""
 
     window = None
 
@@ -117,13 +127,19 @@ class Resident:
         *,
         keeps: bool = False,
     ) -> None:
-        """Hold the chunks' gradients where they are `published`; None: where autograd leaves them. `keeps`:
-        this worker's own gradients are kept as the mean is shown, since no sum has been shown before."""
+        """Hold the chunks.
+
+        Args:
+            chunks: the chunks.
+            published: the chunks' gradients, by chunk; None: gradients lie where autograd leaves them.
+            keeps: True to keep this worker's own gradients when the mean is shown, since no sum was shown
+                before.
+        """
         self._bounds, self._keeps = list(chunks), keeps
         self._gradients = published if published is not None else {}
         self._shown: list[tuple[Tensor | None, int]] = []
         self._outgoing: dict[tuple[int, int], Buffer] = {}  # by chunk and turn: copies on their way
-        self._written: dict[int, Tensor] = {}  # by chunk, the values that were put into the parameters
+        self._written: dict[int, Tensor] = {}  # by chunk: the values that were written into the parameters
         self._comparing = {bound.chunk.id: ChangedParameters(bound) for bound in chunks}
         self._versions = self._seen()
 
@@ -145,7 +161,7 @@ class Resident:
         return flat if turn is None else flat.clone()
 
     def begin_leaving(self) -> None:
-        """Nothing is known of them."""
+        """Do nothing: gradients are not examined as they leave."""
 
     def put_away(self) -> Callable[[], None]:
         shown = [(p, p.grad, view) for c in self._gradients.values() for p, view in c.slots()]
@@ -154,7 +170,7 @@ class Resident:
 
         def put_back() -> None:
             for parameter, gradient, view in shown:
-                parameter.grad = None if gradient is view else gradient  # that was written over
+                parameter.grad = None if gradient is view else gradient  # the view was overwritten
 
         return put_back
 
@@ -201,7 +217,7 @@ class Resident:
     def clip(self, by: Clipping) -> tuple[Tensor, float]:
         edited = self.edited()
         norm, coefficient = by.clip()
-        if edited:  # the gradients go themselves
+        if edited:  # the edited gradients themselves are sent
             return norm, 1.0
         self._shown = self._gradients_seen()
         return norm, coefficient
@@ -230,7 +246,7 @@ class Resident:
         self._versions = self._seen()
 
     def begin_values(self) -> None:
-        """They are written one after the other."""
+        """Do nothing: values are written one chunk after the other."""
 
     def write_values(self, bound: BoundChunk, values: Tensor) -> None:
         changed = self._comparing[bound.chunk.id].between(self._written.get(bound.chunk.id), values)
@@ -257,24 +273,25 @@ class Resident:
 
 
 class InTiers:
-    """In chunks over tiers: a gradient is read from its tier when it leaves, and once more if a shard dies
-    before it has answered; means and new values go into their tiers as they come.
+    """The store in tiers.
 
-    Under way at once are `UNDER_WAY` chunks, whatever the model's size.
+    A gradient is read from its tier when it leaves, and again if a shard dies before it has answered. Means
+    and new values go into their tiers as they come. At most `UNDER_WAY` chunks are under way at once,
+    whatever the model's size.
     """
 
     window = UNDER_WAY
 
     def __init__(self, chunks: Iterable[BoundChunk], held: Holder, sums: TierCarrier | None = None) -> None:
-        """`sums`: the group's, where its members share them; None: gradients are this worker's own."""
+        """Hold the chunks. `sums` are the group's sums, in a group; None: gradients are this worker's own."""
         self._bounds = {bound.chunk.id: bound for bound in chunks}
         self._held, self._sums = held, sums
-        self._nonfinite: list[str] = []  # of this iteration's own gradients
-        self._all_edited = False  # clipped after the script had changed some
-        self._checksums: dict[int, list[int]] = {}  # by chunk, each slot's as it was written
+        self._nonfinite: list[str] = []  # parameters with NaN or infinity in this iteration's own gradients
+        self._all_edited = False  # True if the mean was clipped after the script had edited it
+        self._checksums: dict[int, list[int]] = {}  # by chunk: the checksum of each slot as it was written
 
     def close(self) -> None:
-        """The tiers are the model's."""
+        """Do nothing: the tiers belong to the model."""
 
     # -- gradients ----------------------------------------------------------------------------------------
 
@@ -291,10 +308,10 @@ class InTiers:
         self._nonfinite = []
 
     def put_away(self) -> Callable[[], None]:
-        return lambda: None  # sums lie apart from them
+        return lambda: None  # sums lie apart from the script's gradients
 
     def _leaving(self, bound: BoundChunk, present: Sequence[bool], start: int, stop: int) -> memoryview:
-        """A run of a chunk's gradients, put together as it leaves."""
+        """Return a run of a chunk's gradients, put together as it leaves."""
         held = self._held()
         if self._sums is None:
             flat = gradient_from(held, bound, present)
@@ -308,7 +325,7 @@ class InTiers:
             within = [here and s.offset < stop and s.offset + s.numel > start for here, s in slots]
             flat = gradient_from(held, bound, within)
         run = flat[start:stop]
-        return bytes_of(run if run.numel() == flat.numel() else run.clone())  # the rest is let go
+        return bytes_of(run if run.numel() == flat.numel() else run.clone())  # the copy frees the rest
 
     def own_nonfinite(self) -> list[str] | None:
         return list(self._nonfinite) if self._sums is None else None
@@ -344,7 +361,7 @@ class InTiers:
     def clip(self, by: Clipping) -> tuple[Tensor, float]:
         edited = self.edited()
         norm, coefficient = by.clip()
-        self._all_edited = self._all_edited or bool(edited)  # then the step sends all of it
+        self._all_edited = self._all_edited or bool(edited)  # then the step sends all chunks
         return norm, 1.0 if edited else coefficient
 
     def made_of_mean(self, chunk: int) -> tuple[Sequence[bool], Tensor, Payload]:
@@ -374,7 +391,7 @@ class InTiers:
     def forget_changes(self) -> None:
         self._held().write_back()
         self._held().written.clear()
-        self._checksums.clear()  # of what was written before
+        self._checksums.clear()
 
     def begin_values(self) -> None:
         self._held().begin_values()
@@ -388,9 +405,10 @@ class InTiers:
 
 
 def gradient_as_it_lies(bound: BoundChunk, present: Sequence[bool]) -> Tensor | None:
-    """The gradient of a chunk of one parameter, flat and in place, if it lies as the chunk would have it.
+    """Return the gradient of a chunk of one parameter, flat and in place, if it lies as in the chunk; else
+    None.
 
-    It must not change before the shard's answer; so not where the script goes on at once.
+    It must not change before the shard's answer, so it is of no use if the script goes on at once.
     """
     parameter = bound.parameters[0]
     gradient = parameter.grad
@@ -403,6 +421,6 @@ def gradient_as_it_lies(bound: BoundChunk, present: Sequence[bool]) -> Tensor | 
 
 
 def _checksums(bound: BoundChunk, flat: Tensor) -> list[int]:
-    """A checksum of each slot of `flat`, (extent,)."""
+    """Return a checksum of each slot of `flat`, (extent,)."""
     runs = (flat[slot.offset : slot.offset + slot.numel] for slot in bound.chunk.slots)
     return [zlib.crc32(bytes_of(run)) for run in runs]

@@ -1,6 +1,6 @@
-"""How one model is trained with others: which reducer takes its gradients, and who makes its steps.
+"""The ways to train one model with others: which reducer takes its gradients, and what makes its steps.
 
-A strategy is chosen once, by the session; `Prepared` asks it to build both for each model.
+The session chooses a strategy once; `Prepared` lets it build both for each model.
 """
 
 from __future__ import annotations
@@ -51,20 +51,30 @@ from atoll.wire.messages import (
 
 Stepper: TypeAlias = ChunkOptimizer | ParameterOptimizer
 
-# What torch.optim's optimizers keep as tensors of no dimension, beside numbers.
+# The states that torch.optim's optimizers keep as zero-dimensional tensors.
 _ZERO_DIMENSIONAL = ("step", "mu_product", "eta", "mu")
-_MESSAGE_BYTES = 2**20  # below it, a collective's fixed cost outweighs what its bytes cost
+_MESSAGE_BYTES = 2**20  # below it, a collective's fixed cost outweighs the cost of its bytes
 
 
 def message_bytes_for(layout: ChunkMap) -> int:
-    """The least bytes of gradients that a ring's collective carries, as far as there are so many."""
+    """Return the least bytes of gradients for one collective of a ring, as far as a model has so many."""
     return min(_MESSAGE_BYTES, layout.chunk_bytes // 4)
 
 
 @dataclass(frozen=True)
 class Training:
-    """One model, its optimizer and its chunks, as a strategy is given them; `chunks` are the trained ones,
-    and `frozen` the others."""
+    """One model, its optimizer and its chunks, as a strategy takes them.
+
+    Attributes:
+        optimizer: the optimizer.
+        chunk_map: the layout.
+        chunks: the trained chunks.
+        frozen: the other chunks.
+        elementwise: the optimizer's state keys with one value for each element.
+        calls: the services that the reducer asks for.
+        hooks: called around each step.
+        config: the run's configuration.
+    """
 
     optimizer: torch.optim.Optimizer
     chunk_map: ChunkMap
@@ -77,26 +87,34 @@ class Training:
 
 
 class Strategy(Protocol):
-    """Builds the two for a model."""
+    """The maker of a model's reducer and stepper.
 
-    collective: bool  # whether every worker makes each step with the same gradients
-    skips_together: bool  # whether a step that one worker does not accept is made by none
-    brings_parameters: bool  # whether `build` gives every worker the trained parameters of worker 0
-    brings_frozen: bool  # and gives one that comes late the others too
-    shares_buffers: bool  # whether all workers have the first one's buffers after each iteration
+    Attributes:
+        collective: True if every worker makes each step with equal gradients.
+        skips_together: True if no worker makes a step that one worker does not accept.
+        brings_parameters: True if `build` gives every worker the trained parameters of worker 0.
+        brings_frozen: True if `build` also gives a worker that comes late the frozen parameters.
+        shares_buffers: True if all workers have the first one's buffers after each iteration.
+    """
+
+    collective: bool
+    skips_together: bool
+    brings_parameters: bool
+    brings_frozen: bool
+    shares_buffers: bool
 
     def build(self, training: Training) -> tuple[Reducer, Stepper]:
-        """The reducer, and what steps."""
+        """Return the model's reducer and stepper."""
 
     def loaded(self) -> None:
-        """A checkpoint was loaded into model and optimizer, on every worker."""
+        """Follow the load of a checkpoint into model and optimizer, on every worker."""
 
     def refresh(self) -> None:
-        """Give this worker the newest parameters, where others go on without it."""
+        """Give this worker the newest parameters, if others go on without it."""
 
 
 class Alone:
-    """Nothing is reduced, so no gradient is copied into a chunk either."""
+    """The strategy of a worker alone: nothing is reduced, so no gradient is copied into a chunk either."""
 
     collective = skips_together = shares_buffers = True
     brings_parameters = brings_frozen = False
@@ -113,14 +131,14 @@ class Alone:
         return reducer, stepper
 
     def loaded(self) -> None:
-        """There is nobody to tell."""
+        """Do nothing: there is no other worker."""
 
     def refresh(self) -> None:
-        """What is here is the newest."""
+        """Do nothing: the worker's own parameters are the newest."""
 
 
 class OverRing:
-    """Gradients are reduced over a ring; every worker steps all chunks."""
+    """The strategy over a ring, which reduces gradients; every worker steps all chunks."""
 
     collective = skips_together = shares_buffers = True
     brings_parameters = brings_frozen = False
@@ -150,18 +168,18 @@ class OverRing:
         return reducer, stepper
 
     def loaded(self) -> None:
-        """Every worker has loaded the same."""
+        """Do nothing: every worker has loaded equal state."""
 
     def refresh(self) -> None:
-        """Every worker has the same."""
+        """Do nothing: every worker has equal parameters."""
 
 
-# Makes the exchange of a model over a connection; the holder has the model where that lies in tiers.
+# Makes the exchange of a model over a connection. The holder returns a model that lies in tiers.
 MakeExchange: TypeAlias = Callable[[Training, Connection, Holder | None], Server]
 
 
 class Served:
-    """Shards of a parameter server combine gradients, and make the steps."""
+    """The strategy with a parameter server, whose shards combine gradients and make the steps."""
 
     brings_parameters, brings_frozen, shares_buffers = True, False, False
 
@@ -176,14 +194,15 @@ class Served:
         *,
         of_group: bool = False,
     ) -> None:
-        """`of_group`: this worker is a member of a group, which the shards know as one."""
+        """Train at the shards. `of_group`: this worker is a member of a group, which the shards know as
+        one."""
         self._service, self._workers, self._members, self._models = service, workers, members, models
         self._make_exchange, self.of_group = make_exchange, of_group
         self.collective = self.skips_together = config.sync.consistency == "bsp"
 
     @property
     def site(self) -> str:
-        """Where the run's sites have shards of their own: this worker's."""
+        """This worker's site, if the run's sites have shards of their own; else empty."""
         return self._service.site
 
     def build(self, training: Training) -> tuple[Reducer, Stepper]:
@@ -192,7 +211,8 @@ class Served:
     def build_model(
         self, training: Training, kind: Callable[..., ServedModel], held: Holder | None
     ) -> tuple[Server, RemoteOptimizer]:
-        """As `build`, with another `kind` of ServedModel, and where `held` has the model in tiers."""
+        """Return the exchange and the stepper of a model of this `kind`. `held` returns a model that lies in
+        tiers."""
 
         def make_exchange(training: Training, connection: Connection) -> Server:
             return self._make_exchange(training, connection, held)
@@ -219,11 +239,12 @@ class Served:
 
 
 def exchange_alone(site: str) -> MakeExchange:
-    """Make the exchange of a worker that speaks for itself, perhaps to the shard of its `site`."""
+    """Return the maker of the exchange of a worker that talks for itself: to the shards, or to the shard of
+    its `site`."""
 
     def make(training: Training, connection: Connection, held: Holder | None) -> Server:
         sync = training.config.sync
-        # Inside a site it is always bsp; `sync.consistency` is between the sites.
+        # Inside a site the policy is always bsp; `sync.consistency` holds between sites.
         policy = "bsp" if site else sync.consistency
         return serve_alone(
             policy,
@@ -239,8 +260,7 @@ def exchange_alone(site: str) -> MakeExchange:
 
 
 def exchange_in_group(ring: Ring, regrouping: Regrouping) -> MakeExchange:
-    """Make the exchange of a worker that shares a ring with workers of like speed, who come to the shards as
-    one."""
+    """Return the maker of the exchange of a worker in a group, which comes to the shards as one."""
 
     def make(training: Training, connection: Connection, held: Holder | None) -> Server:
         sync = training.config.sync
@@ -264,7 +284,7 @@ def exchange_in_group(ring: Ring, regrouping: Regrouping) -> MakeExchange:
     return make
 
 
-SET_UP, STATE = "set-up", "state"  # what messages are sent again until
+SET_UP, STATE = "set-up", "state"  # resend topics
 
 
 class ServedModel:
@@ -306,8 +326,11 @@ class ServedModel:
     # Bringing the model to the shards
 
     def set_up(self) -> None:
-        """Let the first worker describe the model to the shards and bring its values; wait until they are
-        ready for it. To a site's shard, each worker describes it."""
+        """Let the first worker describe the model to the shards and bring its values; wait until the shards
+        are ready.
+
+        To a site's shard, each worker describes the model.
+        """
         shards, digest = self._service.shards, self._digest()
         self._set_ups += 1
         if self._workers.is_first or self._service.site:
@@ -321,8 +344,11 @@ class ServedModel:
             self.fetch_parameters()
 
     def arrive(self, what: str) -> None:
-        """This worker speaks for another contributor, which has its first set-up with this; returns when the
-        shards know it, and the log has taken in all that was said to it before. `what` is waited for."""
+        """Let the shards know that this worker talks for another contributor; return when they do.
+
+        By then the log has taken all that the contributor sent before. This is the contributor's first
+        set-up. `what` names the wait.
+        """
         self._set_ups = 1
         self._await_ready(self._digest(), what)
 
@@ -342,8 +368,10 @@ class ServedModel:
 
     @property
     def _number(self) -> int:
-        """Of this set-up, by which shards know it when it is sent again. At a site all workers describe the
-        same one, each with a count of its own."""
+        """The number of this set-up, by which shards recognize one that is sent again.
+
+        At a site all workers describe one set-up, each with a count of its own.
+        """
         return self._set_ups
 
     def _handle_ready(self, shard: int, message: AnyMessage, _payload: memoryview | None) -> None:
@@ -375,7 +403,7 @@ class ServedModel:
         )
 
     def _digest(self) -> str:
-        """What must be the same on every worker, so that shards may tell."""
+        """Return a digest of the settings that must be equal on every worker, for the shards to compare."""
         sync, layout = self._training.config.sync, self._training.chunk_map
         stale = (sync.staleness, sync.compensation, sync.pipeline)
         finite = sync.nonfinite != "allow"
@@ -389,7 +417,7 @@ class ServedModel:
         elementwise = sorted({key for slot in held for key in slot} & self._training.elementwise)
         scalars = [
             {key: _number(value) for key, value in slot.items() if key not in elementwise}
-            | {key: None for key in elementwise if key not in slot}  # zeros there are none of its own
+            | {key: None for key in elementwise if key not in slot}  # None: no state of its own, only filled up
             for slot in held
         ]
         message = SetChunk(chunk=bound.chunk.id, values=scalars, number=self._number)
@@ -399,16 +427,16 @@ class ServedModel:
             shards.send(shard, message, self._sent(partial(_joined, bound, held, key)), until=SET_UP)
 
     def _state_held(self, parameter: nn.Parameter) -> Mapping[str, Any]:
-        """What this worker has of a parameter's state: it is to go to the shards."""
+        """Return this worker's part of a parameter's state, which goes to the shards."""
         held: Mapping[str, Any] = self._training.optimizer.state.get(parameter, {})
         return held
 
     def _values_of(self, bound: BoundChunk) -> Tensor:
-        """A copy of a chunk's values, (extent,)."""
+        """Return a copy of a chunk's values, (extent,), on the CPU."""
         return bound.flat[: bound.chunk.extent].detach().cpu().clone()
 
     def _sent(self, make: Callable[[], Tensor]) -> Payload:
-        """What `make` gives, on its way."""
+        """Return the tensor that `make` returns as a payload."""
         return bytes_of(make())
 
     # Stepping
@@ -419,7 +447,7 @@ class ServedModel:
     # Bringing the optimizer's state back
 
     def fetch_state(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """Each parameter's state, as plain torch would have it."""
+        """Return each parameter's state, as plain torch would have it."""
         self.exchange.before_state()
         self._fetched, self._scalars = {}, {}
         self._ask_for_state(PullState(incarnation=self._service.shards.incarnation))
@@ -431,21 +459,21 @@ class ServedModel:
         return self._in_order(states)
 
     def _ask_for_state(self, asked: PullState, of: Sequence[int] | None = None) -> None:
-        """Return when it has come of all shards, or of those in `of`."""
+        """Ask for state; return when it has come from all shards, or from those in `of`."""
         shards = self._service.shards
         self._ended.clear()
         those = range(len(shards)) if of is None else of
         shards.ask(those, asked, STATE, self._ended, "the optimizer's state")
 
     def _in_order(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> dict[nn.Parameter, dict[str, Any]]:
-        """In torch's order: that in which the optimizer would have stepped them."""
+        """Return the states in torch's order, in which the optimizer would have stepped the parameters."""
         known = (
             parameter for group in self._training.optimizer.param_groups for parameter in group["params"]
         )
         return {parameter: states[parameter] for parameter in known if states.get(parameter)}
 
     def _state_of(self, bound: BoundChunk, index: int) -> dict[str, Any]:
-        """One parameter's state; a shard says None for an element-wise value that it lacks."""
+        """Return one parameter's state. A shard sends None for an element-wise value that it lacks."""
         slot, parameter = bound.chunk.slots[index], bound.parameters[index]
         scalars = self._scalars[bound.chunk.id][index]
         state = numbers_of(scalars)
@@ -468,7 +496,7 @@ class ServedModel:
 
 
 def _joined(bound: BoundChunk, held: Sequence[Mapping[str, Any]], key: str) -> Tensor:
-    """One element-wise state of a chunk's parameters, (extent,); zeros where there is none."""
+    """Return one element-wise state of a chunk's parameters, (extent,), with zeros for absent ones."""
     flat = torch.zeros(bound.chunk.extent, dtype=bound.dtype)
     for slot, own, parameter in zip(bound.chunk.slots, held, bound.parameters, strict=True):
         if key in own:
@@ -477,7 +505,10 @@ def _joined(bound: BoundChunk, held: Sequence[Mapping[str, Any]], key: str) -> T
 
 
 def numbers_of(scalars: Mapping[str, Any]) -> dict[str, Any]:
-    """What a shard keeps of a parameter as a whole, as torch has it."""
+    """Return the states that a parameter has as a whole, not by element, in torch's form.
+
+    A shard sends them as numbers; torch keeps some as zero-dimensional tensors.
+    """
     return {
         key: torch.tensor(value, dtype=_scalar_dtype()) if key in _ZERO_DIMENSIONAL else value
         for key, value in scalars.items()
@@ -486,7 +517,7 @@ def numbers_of(scalars: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scalar_dtype() -> torch.dtype:
-    """Of the states that torch keeps as tensors of no dimension."""
+    """Return the dtype of the states that torch keeps as zero-dimensional tensors."""
     return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
 
 

@@ -1,4 +1,4 @@
-"""What the members of a group tell one another in each iteration, and what the log told them together."""
+"""The reports of a group's members to one another in each iteration, and the log's answers to the group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from atoll.wire.messages import Committed, Used
 
 
 class Together:
-    """The data that all members used, who of them only waited, and the grouping to move to."""
+    """The data that all members used, the members that did not only wait, and the grouping to move to.
+
+    Attributes:
+        ring: the group's ring.
+        grouping: returns the hub's latest grouping that this worker knows.
+        contributors: the living contributors, groups and workers alone, by the log's latest answer.
+        able: the names of members that did not only wait in the latest iteration.
+        told: the grouping to which the group must move; 0 for none.
+    """
 
     def __init__(
         self,
@@ -29,27 +37,28 @@ class Together:
         """Begin in a group of one.
 
         Args:
+            ring: the group's ring.
             used: returns the data that this member has used up in an iteration.
             grouping: returns the hub's latest grouping that this worker knows.
-            move: called with a grouping after a step that was told to move to it.
+            move: called with a grouping after a step whose answer told the group to move to it.
         """
         self.ring, self._ask_used, self.grouping, self._move = ring, used, grouping, move
-        self.contributors: list[int] = []  # that live, as the log last said: groups, and workers alone
-        self.able: list[int] = []  # the members, by name, who did not only wait, in the latest iteration
-        self.told = 0  # the grouping to move to
-        self._heard = 0  # the latest that this group was told of: every word repeats it
-        self._used: list[Used] = []  # by all members, in this iteration
-        self._everyones: list[Used] = []  # as they said in the latest round
+        self.contributors: list[int] = []
+        self.able: list[int] = []
+        self.told = 0
+        self._heard = 0  # the latest grouping in the log's answers, which repeat it
+        self._used: list[Used] = []  # the data that all members used in this iteration
+        self._everyones: list[Used] = []  # the data that all members reported in the latest round
         self._own_used: list[Used] = []
-        self._waits = False  # this member waits in a meeting for others of its group
+        self._waits = False  # True while this member waits in a meeting for others of its group
 
     def begin(self) -> None:
-        """This member has a part in the iteration."""
+        """Begin an iteration in which this member trains."""
         self._own_used = self._ask_used()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Within it this member only waits, and uses nothing."""
+        """Return a context in which this member only waits, and uses no data."""
         self._waits, self._own_used = True, []
         try:
             yield
@@ -57,8 +66,11 @@ class Together:
             self._waits = False
 
     def tell_used(self, iteration: int) -> None:
-        """Hear what all members have used, so that whoever is left can say it of those who are lost; and who
-        of them only waits. A part of the round in which they sum."""
+        """Exchange the data that members have used, and which members only wait.
+
+        So any remaining member can report the data of lost members. This is part of the round in which the
+        members sum.
+        """
         parts = gather_bytes(
             self.ring.agreement,
             msgspec.msgpack.encode((self._own_used, self._waits)),
@@ -70,34 +82,37 @@ class Together:
         self.able = [place.name_of(rank) for rank, (_, waits) in enumerate(said) if not waits]
 
     def whole(self) -> None:
-        """That round is confirmed."""
+        """Take the members' reports as final: the round is confirmed."""
         self._used += self._everyones
 
     def take_used(self) -> list[Used]:
-        """What all have used, which is the exchange's to say from now on."""
+        """Return the data that all members have used, which the exchange reports from now on."""
         used, self._used = self._used, []
         return used
 
     def hear(self, counted: Committed) -> None:
-        """What the log said, as all members were told."""
+        """Take the log's answer, which all members have."""
         self.contributors = list(counted.workers) or self.contributors
         if counted.grouping > self._heard:
             self.told = self._heard = counted.grouping
 
     def after_step(self) -> None:
-        """Go where the log's word says, if it says so."""
+        """Move to the grouping that the log's answer names, if it names a new one."""
         told, self.told = self.told, 0
         if told:
             self._move(told)
 
     def joined(self) -> None:
-        """This member is in a new group. Members may have moved by unlike decisions, and must all do the same
-        after the same words."""
+        """Forget groupings: this member is in a new group.
+
+        Members may have moved by different decisions, but must act alike after equal answers.
+        """
         self.told = self._heard = 0
 
     @contextmanager
     def stepping(self, iteration: int) -> Iterator[None]:
-        """Within it, this member stands at the gradients of the iteration."""
+        """Return a context in which this member's place in its script is at the gradients of the
+        iteration."""
         self.ring.scripts.stand = gradients(iteration, waiting_line())
         try:
             yield

@@ -1,11 +1,12 @@
-"""Who speaks to the shards: a worker for itself, or a group as one; then who of its members sends and asks,
-and how all get the answer.
+"""The speaker to the shards: a worker for itself, or a group as one; and the way of the answers to all
+members.
 
-`leader`: one member, drawn anew for each exchange, sends whole chunks, and broadcasts what it is answered.
-`members`: each sends and fetches its own share of every chunk, and an all-gather makes the answers whole.
-All members hold what is contributed, to the bit, so that any may send it again. Where the link may lose parts
-of it, each member holds back what was lost of what it sent itself. What of that goes along with a
-contribution that is sent again they tell one another, so that it stays the same. Source: docs/ps-hra.md.
+`leader`: one member, drawn anew for each exchange, sends whole chunks, and broadcasts the answers. `members`:
+each member sends and fetches its own share of every chunk, and an all-gather makes the answers whole. All
+members hold the contribution, to the bit, so that any can send it again. If the link may lose parts of it,
+each member holds back the losses of the part that it sent itself (the residual). The members tell one another
+which residuals go along with a contribution that is sent again, so that it does not change. Source:
+docs/ps-hra.md.
 """
 
 from __future__ import annotations
@@ -39,9 +40,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Role:
-    """A member's part in one exchange: `leader` is who speaks to the log, by rank in the ring; `talks` says
-    whether this member sends and asks, and `share` for which run of each chunk, of how many. `able` are the
-    ranks of those who could."""
+    """A member's part in one exchange.
+
+    Attributes:
+        leader: the rank, in the ring, of the member that talks to the log.
+        leads: True on the leader.
+        talks: True if this member sends and asks.
+        share: this member's run of each chunk, and the number of runs.
+        able: the ranks of the members that have all of the contribution.
+    """
 
     leader: int
     leads: bool
@@ -54,30 +61,30 @@ _ALONE = Role(0, leads=True, talks=True, share=(0, 1), able=(0,))
 
 
 class Self:
-    """A worker that speaks for itself."""
+    """The speaker of a worker that talks for itself."""
 
     kind: Kind = "leader"
     reason = "it is alone"
 
     def join(self, contributor: int, what: str) -> None:
-        """A worker that speaks for itself joins no group."""
+        """Do nothing: a worker that talks for itself joins no group."""
 
     def role(self, *_: object) -> Role:
-        """All of it."""
+        """Return the role that includes everything."""
         return _ALONE
 
     def round(self, _what: str, act: Callable[[], T], *_: object) -> T:
-        """Run an exchange: there is nobody with whom it could break."""
+        """Run an exchange once: there is no member with whom it could break."""
         return act()
 
     def along(self, *_: object) -> None:
-        """Nobody else has sent a contribution before."""
+        """Return None: no other member has sent a contribution before."""
 
     def hand_on(
         self, _role: Role, answers: Answers, put: Callable[[BoundChunk, Tensor], None], _what: str
     ) -> dict[int, Tensor]:
-        """Every chunk's values, 1-D, by chunk. Those that come one by one are `put` as they come, and are not
-        among them."""
+        """Return every chunk's values, 1-D, by chunk. Chunks that come one by one are `put` instead, and none
+        is returned."""
         if not answers.by_chunk:
             return answers.collect(answers.what)
         answers.begin()
@@ -86,13 +93,19 @@ class Self:
         return {}
 
     def tell(self, _role: Role, word: T | None, *_: object) -> T:
-        """Nobody else is to hear it."""
+        """Return `word`: there is no other member to hear it."""
         assert word is not None
         return word
 
 
 class Uplink:
-    """A group, over its ring. `wanted` is sync.uplink; `kind` is what it comes to in this group."""
+    """The speaker of a group, over its ring.
+
+    Attributes:
+        kind: how the group talks to the shards.
+        reason: the reason for `kind`.
+        contributor: the group's number, from which, with the iteration, the leader is drawn.
+    """
 
     def __init__(
         self,
@@ -105,14 +118,16 @@ class Uplink:
         self.kind: Kind = "leader" if wanted == "auto" else wanted
         self.reason = "sync.uplink"
         self._chunks = list(chunks)
-        self.contributor = 0  # what the leader's lot is drawn with, beside the iteration
+        self.contributor = 0
 
     def join(self, contributor: int, what: str) -> None:
-        """A new group: all members decide alike, by where each of them is. A collective of the ring.
+        """Begin in a new group: all members choose `kind` alike, by the machines on which they are. A
+        collective of the ring.
 
-        A leader sends and fetches S bytes over one machine's link, and broadcasts S; m members on m machines
-        S/m each, and all-gather (m - 1)/m S. So these gain where each has a link of its own; on one machine
-        they share it, and m answers cost the shards more than one (docs/notes/ps-hra.md has the figures).
+        A leader sends and fetches S bytes over one machine's link, and broadcasts S. Of m members on m
+        machines each sends and fetches S/m, and all-gathers (m - 1)/m S. So members gain if each has a link
+        of its own. On one machine they share the link, and m answers cost the shards more than one
+        (docs/notes/ps-hra.md has the figures).
         """
         self.contributor = contributor
         if self._wanted != "auto":
@@ -127,8 +142,11 @@ class Uplink:
         self.reason = "each member has a link of its own" if apart else "members share a machine's link"
 
     def role(self, iteration: int, able: Sequence[int] = ()) -> Role:
-        """This member's in the exchange of `iteration`, in the ring as it stands. `able` are the members, by
-        name, who have what is to be sent (empty, or none of them left: all have)."""
+        """Return this member's role in the exchange of `iteration`, in the present ring.
+
+        `able` has the names of the members that have the contribution. If it is empty, or none of them is
+        left, all have it.
+        """
         place = self._ring.place
         names = [place.name_of(rank) for rank in range(place.world)]
         ranks = [rank for rank, name in enumerate(names) if name in able] or list(range(place.world))
@@ -148,21 +166,23 @@ class Uplink:
         return self._ring.round(what, act, iteration, where)
 
     def is_again(self, out: Outgoing) -> bool:
-        """Whether members, who may be gone by now, may have sent this contribution in a ring before this one,
-        as far as this member knows."""
+        """True if members, also lost ones, may have sent this contribution in a former ring, as far as this
+        member knows."""
         generation = self._ring.generation
         out.begun_in = generation if out.begun_in < 0 else out.begun_in
         return out.begun_in != generation or not self._ring.is_settled
 
     def has_sent(self, out: Outgoing) -> bool:
-        """Whether this member has sent its part in this ring; from now on it has."""
+        """Return True if this member has already sent its part in this ring, and note that it does so now."""
         sent, out.sent_in = out.sent_in == self._ring.generation, self._ring.generation
         return sent
 
     def along(self, out: Outgoing, what: str) -> dict[int, Tensor] | None:
-        """Where members may have sent this contribution in a ring before this one: what had gone along with
-        it of what those who live hold back, by chunk, (extent,), summed up. So all hold again what is sent,
-        to the bit. None where nobody has. A collective of the ring.
+        """Return the residuals that had gone along with this contribution, if it may have been sent in a
+        former ring.
+
+        They are the sums of the living members' parts, by chunk, (extent,), so all members again hold equal
+        values, to the bit. Returns None if nobody has sent the contribution before. A collective of the ring.
         """
         if not self._feedback.keeps:
             return None
@@ -176,7 +196,7 @@ class Uplink:
         along = {}
         for chunk_id in sorted({each for part in parts for each in msgspec.msgpack.decode(part)}):
             taken, flat = own.get(chunk_id), out.flats[chunk_id]
-            assert isinstance(flat, Tensor)  # what is put together as it leaves loses nothing
+            assert isinstance(flat, Tensor)  # gradients put together as they leave are never lost
             summed = torch.zeros_like(flat, device="cpu") if taken is None else taken.clone()
             channel.wait(channel.sum(summed), what)
             along[chunk_id] = summed
@@ -185,25 +205,30 @@ class Uplink:
     def hand_on(
         self, role: Role, answers: Answers, put: Callable[[BoundChunk, Tensor], None], what: str
     ) -> dict[int, Tensor]:
-        """What those who talk are answered, on all members: every chunk's values, 1-D, by chunk. Those that
-        come one by one are `put` as they come, and are not among them: that takes memory for one. A
-        collective of the ring."""
+        """Return the answers to the members that talk, on all members: every chunk's values, 1-D, by chunk.
+
+        Chunks that come one by one are `put` instead, and none is returned: that takes memory for one chunk.
+        A collective of the ring.
+        """
         if not answers.by_chunk:
             runs = answers.collect(answers.what) if role.talks else None
             return self.spread(role, runs, what)
         if role.talks:
             answers.begin()
         else:
-            answers.stop()  # it may have talked in a ring before this one
+            answers.stop()  # it may have asked in a former ring
         for bound in answers.in_turn():
             run = answers.next(bound.chunk.id, answers.what) if role.talks else None
             put(bound, self.whole(role, bound, run, what))
         return {}
 
     def whole(self, role: Role, bound: BoundChunk, run: Tensor | None, what: str) -> Tensor:
-        """One chunk's values, 1-D, from what those who talk were answered: `run` is this member's, in memory
-        that nobody else needs. A collective of the ring, which takes memory for one chunk; so runs are
-        broadcast to their places, and not gathered, for which Gloo has them twice."""
+        """Return one chunk's values, 1-D, from the answers to the members that talk. A collective of the
+        ring.
+
+        `run` is this member's answer, in memory that nobody else needs. The call takes memory for one chunk:
+        runs are broadcast to their places, since Gloo's gather would hold them twice.
+        """
         talk = role.able if self.kind == "members" else (role.leader,)
         extent, channel = bound.chunk.extent, self._ring.agreement
         flat = run if run is not None and len(talk) == 1 else torch.empty(extent, dtype=bound.dtype)
@@ -220,8 +245,11 @@ class Uplink:
         return flat
 
     def spread(self, role: Role, runs: Mapping[int, Tensor] | None, what: str) -> dict[int, Tensor]:
-        """Every chunk's values whole, 1-D, in new memory, from what those who talk were answered (`runs`). A
-        collective of the ring; `what` is waited for."""
+        """Return every chunk's values, 1-D, in new memory, from the answers to the members that talk. A
+        collective of the ring.
+
+        `runs` are the answers to this member; None if it does not talk. `what` names the wait.
+        """
         whole: dict[int, Tensor] = {}
         for dtype in dict.fromkeys(bound.flat.dtype for bound in self._chunks):
             chunks = [bound for bound in self._chunks if bound.flat.dtype == dtype]
@@ -259,7 +287,7 @@ class Uplink:
         dtype: torch.dtype,
         what: str,
     ) -> dict[int, Tensor]:
-        """Each member's runs, padded to one length: the last ones of a chunk may be shorter."""
+        """Gather each member's runs, padded to one length, since the last run of a chunk may be shorter."""
         shares = len(role.able)
         longest = [run_of(bound.chunk.extent, 0, shares)[1] for bound in chunks]
         own = torch.zeros(sum(longest), dtype=dtype)
@@ -277,16 +305,16 @@ class Uplink:
         }
 
     def tell(self, role: Role, word: T | None, kind: type[T], what: str) -> T:
-        """The leader's word, to all. A collective of the ring."""
+        """Return the leader's `word`, on all members. A collective of the ring."""
         packed = None if word is None else msgspec.msgpack.encode(word)
         told = broadcast_bytes(self._ring.agreement, packed, what, role.leader)
         return from_msgpack(told, kind)
 
 
 def _cut(flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Views of `flat`, 1-D, one after the other, of these sizes."""
+    """Return views of `flat`, 1-D, one after the other, of these sizes."""
     ends = list(itertools.accumulate(sizes))
     return [flat[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
 
-Speaker: TypeAlias = Self | Uplink  # who speaks for a contributor
+Speaker: TypeAlias = Self | Uplink  # talks to the shards for a contributor
