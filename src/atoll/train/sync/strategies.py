@@ -417,7 +417,7 @@ class ServedModel:
         elementwise = sorted({key for slot in held for key in slot} & self._training.elementwise)
         scalars = [
             {key: _number(value) for key, value in slot.items() if key not in elementwise}
-            | {key: None for key in elementwise if key not in slot}  # None: no state of its own, only filled up
+            | {key: None for key in elementwise if key not in slot}  # None: it has no such state
             for slot in held
         ]
         message = SetChunk(chunk=bound.chunk.id, values=scalars, number=self._number)
