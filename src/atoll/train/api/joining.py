@@ -98,8 +98,8 @@ def join(config: Config | str | os.PathLike[str] | None = None, *, place: Place 
 def _check_process(line: str) -> None:
     """Raise ConfigError in a process that a worker of the run has started after it had joined.
 
-    Such a process would join as the same worker once more. Processes to which the script gives places of
-    their own may each join.
+    That process would join as the same worker once more. Processes to which the script gives places of their
+    own may each join.
     """
     place = "|".join(os.environ.get(name, "") for name in (DIRECTORY_VARIABLE, *_PLACED_BY))
     joined, _, where = os.environ.get(JOINED_VARIABLE, "").partition(" ")

@@ -59,7 +59,8 @@ class Session:
         member: Member = None,
         given: Mapping[str, str] | None = None,
     ) -> None:
-        """`given` maps configuration keys to their sources, for a warning about keys without effect."""
+        """Take part in a run. `given` maps configuration keys to their sources, for a warning about keys
+        without effect."""
         self.config = config
         self._runtime = runtime = compose(config, place, member)
         self.device, self._workers = runtime.device, runtime.workers

@@ -182,9 +182,9 @@ class LeasedSampler(Sampler[int]):
     def go_to(self, members: Sequence[Where]) -> None:
         """Go to the epoch of the furthest of a new group's `members`, since all must make equal requests.
 
-        A member in an earlier epoch ends that epoch at once. The rest of such an epoch is given with the next
-        epoch. So are positions of earlier epochs that come back, such as a dead member's when its old group
-        is fenced.
+        A member in an earlier epoch ends that epoch at once. The rest of that epoch is given with the next
+        one. So are positions of earlier epochs that come back: those of a dead member, for example, when its
+        old group is fenced.
         """
         self._target = max(epoch for epoch, _ in members)
         earlier = {epoch for _, epochs in members for epoch in epochs}

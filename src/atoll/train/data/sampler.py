@@ -283,7 +283,7 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
         self._order.keep({run[0] for run in self._deal.runs})
 
     def _deal_idle(self, rank: int, world: int, over: bool) -> None:
-        """Give the whole deal again, since no worker has trained on it; such a sampler may be one for
+        """Give the whole deal again, since no worker has trained on it: the sampler may be one for
         evaluation.
 
         With `over`, for a newcomer after the epoch, begin the next one.

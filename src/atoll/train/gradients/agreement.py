@@ -58,8 +58,8 @@ class Ballot:
     ) -> list[float]:
         """Return this member's report; the sum of all members' reports is an Agreement.
 
-        The same list as in the call before is returned if nothing but its first value, the number of steps,
-        has changed.
+        If nothing but the report's first value, the number of steps, has changed since the last call, the
+        list of that call is returned.
 
         Args:
             own: this member's contribution.
@@ -119,7 +119,7 @@ class Ballot:
         return agreed
 
     def where(self, model: str = "") -> Stand:
-        """This worker's place in its script while it reduces; `model` names one of several."""
+        """Return this worker's place in its script while it reduces; `model` names one of several models."""
         return gradients(self._owner.steps, waiting_line(), model=model)
 
     def _refuse_other_steps(self) -> NoReturn:
@@ -164,7 +164,7 @@ class Ballot:
         self._counts_told = self._counts_told or told
 
     def begin_in_group(self) -> None:
-        """Forget what was agreed with the former group: this member has entered another one."""
+        """Forget the former group's agreements: this member has entered another group."""
         self._owner.count_alike = self._counts_told = False
         self._treatments.latest = None
 
@@ -188,10 +188,12 @@ class Ballot:
 
 @dataclass(frozen=True)
 class Beside:
-    """Optional data that comes with an iteration.
+    """Optional data that comes with an iteration besides its gradients.
 
-    `counted` has each worker's count of samples in words, by name, where counts differ and are not certain.
-    `buffers` has the indices of buffers to take over, and their bytes.
+    Attributes:
+        counted: each worker's count of samples in words, by the worker's name, if counts differ and are not
+            certain.
+        buffers: the indices of the buffers to take over, and their bytes, 1-D; None for none.
     """
 
     counted: dict[int, str]

@@ -28,8 +28,11 @@ _GRADIENT = attrgetter("grad")
 class Treatment(msgspec.Struct, frozen=True, array_like=True):
     """One worker's treatment of an iteration's mean before its step.
 
-    `clips` has (max_norm, norm_type) of each clipping. `edited` is True where the script changed the mean
-    otherwise. `settings` are the hyperparameters of the step.
+    Attributes:
+        iteration: the iteration.
+        clips: (max_norm, norm_type) of each clipping.
+        edited: True if the script changed the mean in another way than by clipping.
+        settings: the hyperparameters of the step.
     """
 
     iteration: int
@@ -55,8 +58,10 @@ class Treatments:
     def __init__(
         self, settings: Callable[[], Settings] = list, parameters: Sequence[nn.Parameter] = ()
     ) -> None:
-        """`settings()` returns the optimizer's present hyperparameters. Edits of the gradients of
-        `parameters` are noticed."""
+        """Begin without a treatment. `settings()` returns the optimizer's present hyperparameters.
+
+        Edits of the gradients of `parameters` are noticed.
+        """
         self._ask_settings, self._settings = settings, SettingsCode()
         self._parameters = parameters
         self._means: list[Tensor | None] = []  # `p.grad` of each parameter when the script was shown the mean
@@ -75,8 +80,8 @@ class Treatments:
         self.shown()  # a coefficient of 1 is written on some devices and left out on others: no edit
 
     def steps(self) -> None:
-        """Record the hyperparameters with which the optimizer is about to step, and whether the script has
-        changed the mean otherwise than by clipping."""
+        """Record the hyperparameters of the coming step, and whether the script has changed the mean
+        otherwise than by clipping."""
         self._settings.see(self._ask_settings())
         if self._means and not self.edited:
             now = list(map(_GRADIENT, self._parameters))
@@ -126,7 +131,12 @@ def are_alike(summed: Sequence[float]) -> bool:
 
 class Word(msgspec.Struct, frozen=True, array_like=True):
     """One worker's treatment of the last mean, and its place in its script. Workers send it if their
-    treatments differ."""
+    treatments differ.
+
+    Attributes:
+        made: the treatment; None if it is not known.
+        stand: the place in the script; None if places are not compared.
+    """
 
     made: Treatment | None
     stand: Stand | None = None

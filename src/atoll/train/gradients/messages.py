@@ -213,8 +213,8 @@ class Tail:
     """The spare room of a message on the CPU, in which the members' reports on an iteration travel.
 
     The first value changes with each iteration, the others seldom. Unchanged values are neither packed nor
-    unpacked again. In that case `write` is given the list of the call before, and `heard` returns the list of
-    the call before.
+    unpacked again: `write` then takes, and `heard` returns, the list of the call before with a new first
+    value.
     """
 
     def __init__(self, message: Message) -> None:

@@ -1,8 +1,8 @@
 """Detect steps on prepared parameters by optimizers that `session.prepare` was not given.
 
 An optimizer may run in backward: a hook steps each parameter as its gradient comes, then zeroes the gradient.
-Its steps use this worker's own gradients, so the workers' models diverge in silence. A second optimizer does
-the same if `p.grad` is not the mean, or if the steps are made elsewhere.
+Its steps use this worker's own gradients, so the workers' models diverge in silence. The models also diverge
+if a second optimizer steps while `p.grad` is not the mean, or while the steps are made elsewhere.
 """
 
 from __future__ import annotations

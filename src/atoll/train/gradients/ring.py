@@ -188,7 +188,7 @@ class RingSum(GroupSum):
 
     def opens(self) -> None:
         if self._owner.sends_early and not self.admit():
-            self.ring.meet()  # before the first message leaves: all members use the same channels
+            self.ring.meet()  # before the first message leaves, so that all members use one set of channels
 
     def weighs(self, own: Contribution) -> None:
         self._generation = self.ring.generation
@@ -237,7 +237,7 @@ class RingSum(GroupSum):
         self._treatments.latest = None
 
     def begin_in_group(self) -> None:
-        """Forget what was measured in the former group: this member has entered another one."""
+        """Forget the former group's measured order and scale: this member has entered another group."""
         self.carrier.leave_in([])
         self._order_is_measured, self.scaling.reference = False, 1.0
         self._ballot.begin_in_group()

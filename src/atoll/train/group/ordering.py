@@ -82,8 +82,8 @@ class _Door(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class _Told(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A member's measurement in a round: bytes/s and seconds. If the bandwidth is 0 there is none, for
-    `reason`."""
+    """A member's measurement in a round: bytes/s and seconds. If the bandwidth is 0 there is none; `reason`
+    says why."""
 
     bandwidth: _Number = 0.0
     latency: _Number = 0.0

@@ -14,7 +14,7 @@ _LEAST_SPLIT = 2**15  # bytes: a shorter tensor takes the first ring alone
 
 
 class RingPair:
-    """Two rings over the same members, which share the bytes of each sum.
+    """A sum over two rings of the same members, each of which carries a part of every tensor.
 
     Args:
         first: takes the first `share` of each tensor, and all of a short one.

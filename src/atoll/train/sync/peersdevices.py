@@ -88,8 +88,7 @@ class Devices:
         return 0.0 if self.ring is None else self.ring.seconds_waited
 
     def gather(self, payload: bytes, call: str) -> list[bytes]:
-        """Return each device's bytes, in order. All devices make the same calls: raises UserError if they do
-        not."""
+        """Return each device's bytes, in order. Raises UserError if the devices are in different calls."""
         return [word.payload for word in self._meet(_Word(call, payload))]
 
     def led(self, act: Callable[[], bytes], call: str, said: bytes = b"") -> bytes:
