@@ -45,7 +45,7 @@ class Taken(msgspec.Struct, frozen=True, gc=False):
 class Meter:
     """The measurements of one worker.
 
-    `workers` and `state` are the session's. `service` and `group_ring` are too, if the strategy has them.
+    `workers` and `state` belong to the session. So do `service` and `group_ring`, if the strategy has them.
     """
 
     def __init__(

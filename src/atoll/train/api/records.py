@@ -43,10 +43,10 @@ MOST_LOGGED = 1000  # the most calls of `log` that are kept to be read later
 
 
 class Records:
-    """The reports of one worker. Without a journal its events go nowhere; its warnings are printed all the
-    same.
+    """The reports of one worker. Without a journal its events go nowhere; its warnings are printed in any
+    case.
 
-    `state` is the session's. `service` and `node` are too, if the strategy has them.
+    `state` belongs to the session. So do `service` and `node`, if the strategy has them.
 
     Attributes:
         kept: True if there is a journal.

@@ -59,6 +59,6 @@ def _leave_for_torchrun(error: BaseException, shown: str) -> None:
 
 
 def script_hook() -> Hook | None:
-    """Return the hook that the script has set for errors that nothing catches; None where it has set none."""
+    """Return the hook that the script has set for errors that nothing catches; None if it has set none."""
     hook = getattr(sys.excepthook, "before", sys.excepthook)
     return None if hook is sys.__excepthook__ else hook

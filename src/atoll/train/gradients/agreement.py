@@ -35,8 +35,8 @@ _STEPS = 4096  # steps are compared by their remainder, which a float32 holds fo
 class Ballot:
     """One member's report on each iteration, and the reading of the sum of all members' reports.
 
-    Members are refused where their gradients are of different steps or dealt epochs, or where they treated
-    the last mean differently. A weight far beyond the others' is refused too.
+    Members are refused if their gradients are of different steps or dealt epochs, or if they treated the last
+    mean differently. A weight far beyond the others' is refused too.
     """
 
     def __init__(self, ring: AnyRing, owner: Owner, calls: Calls, treatments: Treatments) -> None:

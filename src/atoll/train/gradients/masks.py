@@ -19,7 +19,7 @@ ALIKE = (
 
 
 def has_random_layers(modules: Iterable[nn.Module], *, training: bool = False) -> bool:
-    """True where a module drops values at random.
+    """True if a module drops values at random.
 
     A layer counts by its class name (`nn.Dropout`) or by an attribute (`dropout` of attention and recurrent
     layers, `drop_prob` of a DropPath). With `training`, only modules in training mode count.

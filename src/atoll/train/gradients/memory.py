@@ -67,7 +67,7 @@ class Tiers:
         Args:
             memory: the budgets.
             connect: makes the members known to one another, in a collective; None for a worker that is alone.
-            of_group: " of group ..." for messages, if the members are a group's workers.
+            of_group: " in its group" if the members are a group's workers, for a message; else empty.
             ring: the members' ring, if any.
             around: `around(strategy, written)` returns the strategy that trains the model, given the
                 `strategy` of a contributor by itself; `written()` is to be called after values were given to
@@ -161,7 +161,7 @@ class Tiers:
             self.shared.sync(what)
 
     def lacks_room(self, state: int) -> str:
-        """Return why model and optimizer do not fit as plain ones; an empty string where they fit.
+        """Return why model and optimizer do not fit as plain ones; an empty string if they fit.
 
         Args:
             state: bytes of the optimizer's state, which lies elsewhere.

@@ -160,7 +160,7 @@ class Reducer:
 
     @property
     def has_batch(self) -> bool:
-        """True where a backward has left gradients in this iteration."""
+        """True if a backward has left gradients in this iteration."""
         return self.unsent or self.reduced
 
     def close(self) -> None:
@@ -293,8 +293,8 @@ class Reducer:
         return self.sum.own_nonfinite()
 
     def blamed(self, rank: int, culprit: str) -> list[str]:
-        """Return a line that names a parameter whose gradient is not finite, and this worker, `rank`; an
-        empty list if there is none.
+        """Return, in words, the first parameter whose gradient is not finite, and this worker, `rank`; empty
+        if there is none.
 
         `culprit` is the parameter that clipping found before it changed the gradients; an empty string if it
         found none.

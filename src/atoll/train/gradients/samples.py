@@ -157,7 +157,7 @@ def seen_in(inputs: Any, output: Any) -> Seen:
 
 
 def _is_ambiguous(first: Tensor, output: Tensor) -> bool:
-    """True where either of the first two dimensions may be the batch."""
+    """True if either of the first two dimensions may be the batch."""
     both = first.dim() > 1 and output.dim() > 1 and first.shape[1] == output.shape[1] != first.shape[0]
     has_features = first.is_floating_point() and first.dim() == output.dim() and first.dim() in (2, 4)
     return both and not has_features

@@ -40,8 +40,9 @@ class Scaling:
     def is_wrong(self, agreed: Agreement) -> bool:
         """True if gradients must be summed again with another factor.
 
-        That is so if they were scaled for the wrong one of the two means (by samples, or with all workers
-        alike) and the two differ. It is also so if float16 may not hold the sum, as in the first iteration.
+        There are two reasons. The gradients may have been scaled for the wrong mean: by samples instead of
+        with all workers alike, or the reverse, while the two means differ. Or float16 may not hold the sum,
+        as in the first iteration.
         """
         if self._alike == agreed.certainty.certain and not agreed.certainty.equal:
             return True

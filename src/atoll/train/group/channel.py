@@ -1,7 +1,7 @@
 """c10d process groups with deadlines whose errors name the workers that did not come.
 
 A `Channel` is made from a store alone, and can be made again. It leaves torch.distributed's default group to
-the script. Every wait goes through `Channel.wait`, which names what it waits for.
+the script. Every wait goes through `Channel.wait`, whose errors name the awaited collective.
 """
 
 from __future__ import annotations
@@ -206,8 +206,9 @@ class Channel:
         return self._begin("allreduce", [tensor], options)
 
     def exchange(self, tensor: Tensor, sends: Sequence[int], into: Tensor, takes: Sequence[int]) -> Work:
-        """Begin to send each worker a piece of `tensor`, and to take a piece from each. Only in the order of
-        ranks.
+        """Begin to send each worker a piece of `tensor`, and to take a piece from each.
+
+        The channel must have the order of ranks.
 
         Args:
             tensor: the pieces to send, one after another, by rank; 1-D.

@@ -302,8 +302,8 @@ class HubRing:
         )
 
     def reform(self, round: int, *, holds: bool, admits: bool, fresh: bool) -> Reformed:
-        """Form the next ring together with all living members of this one; return it. Nobody uses the present
-        ring any more.
+        """Form the next ring together with all living members of this one; return it. The present ring is
+        over.
 
         Args:
             round: the number of the round that this worker makes now, or next.

@@ -100,7 +100,7 @@ class _Word(msgspec.Struct, forbid_unknown_fields=True):
     """A leader's word to its node's other devices.
 
     Attributes:
-        known: the leader's introduction; None if it failed.
+        known: the leader's introduction; None if it failed, or if the node has no others to meet.
         late: True if the other nodes had begun without this one.
         failed: the class and the line of the leader's error.
     """

@@ -108,11 +108,12 @@ class Workers:
     def reduce(
         self, value: Value, op: Reduction = "mean", weight: float | None = None, what: str = "reduce"
     ) -> Value:
-        """Combine `value` over workers: a number gives a float, a tensor a new tensor of its shape and dtype.
+        """Combine `value` over workers: a number gives a float or complex number, a tensor a new tensor of
+        its shape and dtype.
 
         `mean` weighs each worker's value by `weight` (1 by default). Complex values have sums and means only.
         Raises UserError for an unknown `op`, for the extremes of complex values, for a weight with another op
-        than `mean`, and for weights that sum to 0.
+        than `mean`, for the mean of a tensor of integers, for unequal calls, and for weights that sum to 0.
         """
         if op not in _OPS:
             raise UserError(f"reduce: no op {op!r}; it is one of {', '.join(_OPS)}")

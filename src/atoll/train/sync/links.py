@@ -28,8 +28,8 @@ class LinkEnd:
         self._measuring: threading.Thread | None = None
 
     def want(self, wanted: bool) -> bool:
-        """Note whether the hub wants links measured. Return True if links can be measured here from now
-        on."""
+        """Note whether the hub wants links measured. Return True if links can be measured here now, and could
+        not before."""
         if not wanted:
             self.close()
         elif self._server is None and not self._trouble:

@@ -172,7 +172,8 @@ class NodeWorker:
     def wait(self, until: Callable[[], bool], what: str | Callable[[], str]) -> None:
         """Handle messages until `until()` is True.
 
-        Raises DeadlineError after sync.timeout, which names `what`, and the CPU side's reason for the wait.
+        Raises DeadlineError after sync.timeout. The error names `what`, and the CPU side's reason for the
+        wait.
         """
         self._holds_up = ""
         call = f"the wait for {what if isinstance(what, str) else what()}"

@@ -453,7 +453,7 @@ class MeanExchange(Server):
         self.steps += 1
 
     def clip(self, by: Clipping) -> Tensor:
-        """Clip the mean on this worker. The shards multiply theirs by an equal factor in the step."""
+        """Clip the mean on this worker. The shards multiply their copy by the same factor in the step."""
         norm, factor = self._store.clip(by)
         self._scale_at_step *= factor
         return norm
