@@ -294,14 +294,14 @@ class Session:
         return self._runtime.source.batches(dataset, whole, ahead, order, self._batches.given_by)
 
     def epoch_of(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        """Yield one epoch's batches, like `for batch in loader`. The loader's sampler must be one of this
+        """Return one epoch's batches, like `for batch in loader`. The loader's sampler must be one of this
         session's.
 
         The epoch ends where the others' epoch ends. This also holds for a node that the others went on
         without (strategy `peers`) and that came back meanwhile; a plain loop over the loader may end with
         batches of the old epoch that the loader had fetched. Use this method if all workers meet at each
-        epoch's end. Under `peers` it waits there until this node's contributions are applied. Raises
-        UserError for another loader.
+        epoch's end. Under `peers` the end waits until this node's contributions are applied. Raises UserError
+        for another loader.
         """
         return epoch_of(loader, self._state.samplers, self._runtime.source.catch_up)
 

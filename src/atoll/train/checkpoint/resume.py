@@ -415,7 +415,8 @@ class TrainingState:
 
         Args:
             raw: the captured state.
-            own: this worker's rank, from which and the other's state the random-number generators are seeded.
+            own: this worker's rank; its random-number generators are seeded from the rank and the other
+                worker's state.
             rank: this worker's rank in the samplers' deals, if these include it already. None: `deal_anew`
                 follows, unless the state was captured `fixed`.
             fixed: as given to `capture`.
