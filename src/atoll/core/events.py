@@ -358,7 +358,7 @@ class EventBus:
 
     @property
     def is_heard(self) -> bool:
-        """Whether anybody has subscribed."""
+        """True if anybody has subscribed."""
         return bool(self._subscribers)
 
     def emit(self, event: AnyEvent) -> None:

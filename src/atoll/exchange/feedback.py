@@ -147,8 +147,7 @@ class Feedback:
         """Write a run of a contribution, with the residual added.
 
         Writing it again gives the same bytes, as the residual does not change until the contribution is
-        settled. A contribution without weight goes without the residual, and all of it may be lost: nobody
-        misses it.
+        settled. A contribution without weight goes without the residual, and no block of it may be lost.
 
         Args:
             exchange: the contribution's number.

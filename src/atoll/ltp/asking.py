@@ -1,4 +1,4 @@
-"""When a sender asks its receiver for a share of the link. Source: docs/ltp.md, "Grants"."""
+"""A sender's requests to its receiver for a share of the link. Source: docs/ltp.md, "Grants"."""
 
 from __future__ import annotations
 

@@ -296,8 +296,8 @@ class LtpLink:
         self._watched = watched
 
     def _see_to_strangers(self, sessions: Sequence[LinkSession]) -> None:
-        """If many useless datagrams come, have the kernel drop them: read here, each costs a hundred times
-        as much, and takes the room of useful ones."""
+        """Have the kernel drop useless datagrams if there are many: read here, each costs a hundred times as
+        much, and takes the room of a useful one."""
         now = time.monotonic()
         if now > self._counted_at + FLOOD_SECONDS:
             most = FLOOD_RATE * (now - self._counted_at)

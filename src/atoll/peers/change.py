@@ -1,4 +1,4 @@
-"""Which nodes take part: numbered views, each decided by consensus among the members of the one before.
+"""Decisions on which nodes take part: numbered views, each decided by consensus of the one before.
 
 One `Change` decides what follows one view. It is single-decree Paxos: ballots are (round, node), a proposer
 asks all voters of the old view to promise, takes over what was accepted in the highest ballot among the

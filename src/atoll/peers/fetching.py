@@ -1,4 +1,4 @@
-"""When and from whom a node requests contributions that others hold and it lacks."""
+"""A node's requests for contributions that it lacks and others hold: when to send one, and to whom."""
 
 from __future__ import annotations
 

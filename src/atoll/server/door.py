@@ -112,8 +112,8 @@ class Door:
     # -- whether the shard comes back ---------------------------------------------------------------------
 
     def tell_of_journal(self) -> None:
-        """If the journal broke, warn people, and announce to all peers that this shard may no longer come
-        back."""
+        """Warn people if the journal broke, and announce to all peers that this shard may not come back any
+        more."""
         if line := self._kept.take_trouble():
             self._tell.people(line)
             self.tell_comes_back()

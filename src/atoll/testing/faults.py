@@ -50,8 +50,18 @@ Action = Literal["kill", "stop", "sleep", "full", "note"]
 
 
 class Fault(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What happens to whom, and where. `role`, `index` and `rank` that are None fit everyone; a rank is a
-    worker's index. `iteration` None fits any. It happens `times` times over all processes."""
+    """A fault that a plan has for one process, or for each that fits.
+
+    It happens `times` times over all processes.
+
+    Attributes:
+        point: the place in the code, by its name.
+        iteration: the iteration at which it happens; None for any.
+        role: "worker", "shard", "site", "hub"; None for any.
+        index: the process's number, or the site of a site's shard; None for any.
+        rank: a worker's number; None for any process.
+        seconds: how long a "stop" or a "sleep" lasts.
+    """
 
     point: str
     action: Action = "kill"
@@ -63,7 +73,7 @@ class Fault(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
     times: int = 1
 
     def fits(self, who: str) -> bool:
-        """Whether it is for the process of this name: "worker 1", "hub"."""
+        """True if the fault is for the process of this name: "worker 1", "hub"."""
         role, _, index = who.partition(" ")
         if self.rank is not None and (role, index) != ("worker", str(self.rank)):
             return False
@@ -108,7 +118,7 @@ def read(path: str | os.PathLike[str]) -> list[Fault]:
 
 
 def fired(path: str | os.PathLike[str]) -> list[Firing]:
-    """What has fired of a plan so far, in order."""
+    """Return the faults of a plan that have happened so far, in order."""
     try:
         raw = _fired_file(Path(path)).read_bytes()
     except FileNotFoundError:
