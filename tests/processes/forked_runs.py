@@ -127,6 +127,7 @@ def _live(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.set_wakeup_fd(-1)
     atexit._clear()
+    _register_what_ends_well()
     _forget_parents()
     os.environ.clear()
     os.environ.update(environment)
@@ -152,6 +153,17 @@ def _live(
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     return status & 0xFF
+
+
+def _register_what_ends_well() -> None:
+    """Register what runs at the end of a process that has imported these modules, in their order."""
+    from zmq.utils import garbage
+
+    from atoll.net import context
+    from atoll.train.api import ending
+
+    for act in (garbage.gc._atexit, context.finish, ending._wait_for_ends):
+        atexit.register(act)
 
 
 def _stream(descriptor: int) -> io.TextIOWrapper:

@@ -184,3 +184,45 @@ def test_a_checkpoint_that_says_nothing_of_its_models_loads_by_order(tmp_path: P
     del old.trees["state"]["models"]
     write_checkpoint(tmp_path / "old", model=old.model, trees=old.trees)
     assert run(lambda session: by_variables(session, True), tmp_path / "x", tmp_path / "old") == [2.0, 1.0]
+
+
+def scheduled(turned: bool, save: Path, load: Path | None) -> dict[str, tuple[float, float]]:
+    """Train "slow" for one step and "fast" for three, each by a schedule of its own over 8 steps of a sample;
+    gives each model's samples, and its rate after one more step of each."""
+    with atoll.join() as session:
+        made = {}
+        for name in ("fast", "slow") if turned else ("slow", "fast"):
+            model = filled(1.0)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            session.prepare(model, optimizer, name=name)
+            scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=8)
+            session.schedule(scheduler, total=8)
+            made[name] = (model, optimizer)
+
+        def train(name: str) -> None:
+            model, optimizer = made[name]
+            session.weight(1, model)
+            model(torch.ones(1, 3)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        if load is not None:
+            session.load(load)
+        else:
+            for name, steps in (("slow", 1), ("fast", 3)):
+                for _ in range(steps):
+                    train(name)
+        session.save(save)
+        samples = {p.origin.name: p.reducer.consumed for p in session._state.prepared}
+        for name in made:
+            train(name)
+        session.save(save.with_name(save.name + "-after"))
+        return {name: (samples[name], made[name][1].param_groups[0]["lr"]) for name in made}
+
+
+def test_named_models_in_another_order_go_on_with_their_own_samples_and_schedules(tmp_path: Path) -> None:
+    first = scheduled(False, tmp_path / "first", None)
+    assert {name: samples for name, (samples, _) in first.items()} == {"slow": 1.0, "fast": 3.0}
+    assert first["slow"][1] > first["fast"][1]
+    for turned in (False, True):
+        assert scheduled(turned, tmp_path / f"again{turned}", tmp_path / "first") == first

@@ -3,6 +3,7 @@ fit."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import zlib
 from collections.abc import Collection, Mapping, Sequence
@@ -225,8 +226,12 @@ class TrainingState:
         if order == list(range(len(self.prepared))):
             return model, trees
         state = dict(trees["state"])
-        for key in ("models", "optimizers", "schedulers", "reducers"):
-            state[key] = [state[key][index] for index in order]
+        for key in ("models", "optimizers", "schedulers", "reducers", "consumed"):
+            if key in state:
+                state[key] = [state[key][index] for index in order]
+        places = {index: number for number, index in enumerate(order)}
+        schedules = [{**each, "model": places[each["model"]]} for each in _of_models(state)]
+        state["schedules"] = schedules or state.get("schedules", [])
         ordered = {**trees, "state": state}
         for key in ("optimizer", "groups"):
             if key in trees:
@@ -302,13 +307,21 @@ class TrainingState:
         """Put back the number of consumed samples, and the schedules that follow it. Their schedulers must be
         loaded before.
 
-        A checkpoint from an older Atoll lacks that number; then it follows from the schedulers' positions.
+        A checkpoint from an older Atoll lacks that number; then it follows from the schedulers' positions. A
+        schedule goes on from the saved one of its own model, by order, or in a checkpoint from an older Atoll
+        from the one of the same call of `session.schedule`.
         """
-        saved = list(state.get("schedules", ()))
-        for number, schedule in enumerate(self.schedules):
-            schedule.loaded(saved[number] if number < len(saved) else None)
+        saved = _of_models(state)
+        if not saved:
+            of_calls = list(state.get("schedules", ()))
+            for number, schedule in enumerate(self.schedules):
+                schedule.loaded(of_calls[number] if number < len(of_calls) else None)
         for number, prepared in enumerate(self.prepared):
             own = [each for each in self.schedules if each.optimizer is prepared.optimizer]
+            if saved:
+                theirs = [each for each in saved if each["model"] == number]
+                for schedule, before in itertools.zip_longest(own, theirs[: len(own)]):
+                    schedule.loaded(before)
             if "consumed" in state:
                 prepared.reducer.consumed = float(state["consumed"][number])
             else:
@@ -497,7 +510,12 @@ class TrainingState:
             "optimizers": [type(prepared.optimizer).__name__ for prepared in self.prepared],
             "schedulers": [states_of(prepared.optimizer) for prepared in self.prepared],
             "consumed": [prepared.reducer.consumed for prepared in self.prepared],
-            "schedules": [schedule.state() for schedule in self.schedules],
+            "schedules": [
+                {**schedule.state(), "model": number}
+                for schedule in self.schedules
+                for number, prepared in enumerate(self.prepared)
+                if schedule.optimizer is prepared.optimizer
+            ],
             "registered": {name: state_of(name, stateful) for name, stateful in self.registered.items()},
         }
 
@@ -671,6 +689,13 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any],
 def _prefix(index: int) -> str:
     """Return the prefix of a model's names in a checkpoint; empty for the first model."""
     return "" if index == 0 else f"model{index}:"
+
+
+def _of_models(state: Mapping[str, Any]) -> list[Any]:
+    """Return the saved schedules, each with its model's number; empty in a checkpoint from an older Atoll,
+    which does not say whose they are."""
+    saved = state.get("schedules", ())
+    return list(saved) if all("model" in each for each in saved) else []
 
 
 def _of_model(saved: Mapping[str, Any], index: int) -> dict[str, Any]:
