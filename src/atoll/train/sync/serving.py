@@ -47,16 +47,17 @@ def serve_alone(
         lazy: the configuration's sync.lazy.
         pipeline: the configuration's sync.pipeline.
     """
+    leaves_early = held is None and policy == "bsp"
     make_sum: MakeSum = AtEnd if policy == "bsp" else Own
+    if leaves_early:
+        make_sum = cast(MakeSum, EarlySum)  # the owner is a MeanExchange
 
     def make_store(summed: GroupSum) -> Store:
         if held is not None:
             return InTiers(chunks, held)
-        early = summed.chunks if isinstance(summed, EarlySum) else None
+        early = cast(EarlySum, summed).chunks if leaves_early else None
         return Resident(chunks, early, keeps=True)
 
-    if held is None and policy == "bsp":
-        make_sum = cast(MakeSum, EarlySum)  # the owner is a MeanExchange
     parts = Parts(
         chunks=chunks,
         connection=connection,
