@@ -230,7 +230,7 @@ class TrainingState:
             if key in state:
                 state[key] = [state[key][index] for index in order]
         places = {index: number for number, index in enumerate(order)}
-        schedules = [{**each, "model": places[each["model"]]} for each in _of_models(state)]
+        schedules = [{**each, "model": places[each["model"]]} for each in _schedules_of_models(state)]
         state["schedules"] = schedules or state.get("schedules", [])
         ordered = {**trees, "state": state}
         for key in ("optimizer", "groups"):
@@ -311,7 +311,7 @@ class TrainingState:
         schedule goes on from the saved one of its own model, by order, or in a checkpoint from an older Atoll
         from the one of the same call of `session.schedule`.
         """
-        saved = _of_models(state)
+        saved = _schedules_of_models(state)
         if not saved:
             of_calls = list(state.get("schedules", ()))
             for number, schedule in enumerate(self.schedules):
@@ -691,7 +691,7 @@ def _prefix(index: int) -> str:
     return "" if index == 0 else f"model{index}:"
 
 
-def _of_models(state: Mapping[str, Any]) -> list[Any]:
+def _schedules_of_models(state: Mapping[str, Any]) -> list[Any]:
     """Return the saved schedules, each with its model's number; empty in a checkpoint from an older Atoll,
     which does not say whose they are."""
     saved = state.get("schedules", ())
