@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from atoll.lab.emulator import EmulatorCounters, fates_array
-from atoll.lab.topology import Link, Phase, Site, Topology
+from atoll.lab.topology import LabLink, Phase, Site, Topology
 from common import hindrance, options, output_folder, write_results
 from support.sites import Sites, pair, phase
 
@@ -85,7 +85,7 @@ def star(*ways: Phase) -> Topology:
     links = []
     for site, way in enumerate(ways, start=1):
         back = replace(way, jitter=0.0, loss=0.0, reorder=0.0, duplicate=0.0, corrupt=0.0)
-        links += [Link(0, site, (way,)), Link(site, 0, (back,))]
+        links += [LabLink(0, site, (way,)), LabLink(site, 0, (back,))]
     return Topology(1, sites, tuple(links))
 
 
@@ -451,7 +451,7 @@ def decision_case() -> Case:
     )
     count = 1_000_000
     times, sizes = np.arange(count) * 12e-6, np.full(count, 1428)
-    best = min(timed(lambda: fates_array(Link(0, 1, (bad,)), 1, 0, times, sizes)) for _ in range(5))
+    best = min(timed(lambda: fates_array(LabLink(0, 1, (bad,)), 1, 0, times, sizes)) for _ in range(5))
     return Case("the decision on a packet, with its copy to Python", 0, best / count * 1e9, "ns", 0, None, "")
 
 

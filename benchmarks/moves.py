@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from atoll.chunks import ChunkMap, lay_out
-from atoll.moves import Cache, Order, Policy, optimum
+from atoll.moves import Cache, Policy, UseOrder, optimum
 from atoll.tensors.binding import specs_of
 from common import options, output_folder, write_results
 
@@ -266,7 +266,7 @@ def measure(family: Family, steps: int) -> Iterator[MovesCase]:
         later = uses[1:]
         ends = itertools.accumulate(len(step) for step in later)
         voids = {(chunk, end) for end in ends for chunk in trained}
-        order = Order([chunk for step in later for chunk in step], voids=voids)
+        order = UseOrder([chunk for step in later for chunk in step], voids=voids)
         resident = set(first_resident(blocks, sizes, uses[0], trained))
         least = optimum(order, blocks, sizes, resident=resident)[0]
         yield MovesCase(

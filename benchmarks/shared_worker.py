@@ -26,7 +26,7 @@ import numpy as np
 
 from atoll.ltp.events import Arrived, Delivered, Opened
 from atoll.ltp.order import Extent
-from atoll.ltp.settings import Settings
+from atoll.ltp.settings import LtpSettings
 from atoll.net.linksession import LinkSession
 from atoll.net.ltplink import LtpLink
 from atoll.wire.datagrams import payload_bytes
@@ -75,8 +75,8 @@ def sessions_of(plan: Plan) -> Iterator[tuple[int, int, bytes]]:
         yield number, number + 1, bytes.fromhex(secret)
 
 
-def settings() -> Settings:
-    return Settings()
+def settings() -> LtpSettings:
+    return LtpSettings()
 
 
 def high(values: np.ndarray[Any, Any], seed: int) -> np.ndarray[Any, Any]:

@@ -28,7 +28,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from atoll.axes.values import Run
+from atoll.axes.values import ElementRange
 from atoll.exchange.synchronizer import Contributors, Exchange, Parts
 
 
@@ -46,7 +46,7 @@ def partner_of(contributors: Contributors, seed: int, step: int) -> int | None:
 class PairAverage:
     """The exchange of one run of values between the two of each pair."""
 
-    def __init__(self, parts: Parts, run: Run, step: int) -> None:
+    def __init__(self, parts: Parts, run: ElementRange, step: int) -> None:
         self._parts, self._run, self._step = parts, run, step
         self._new: Tensor | None = None  # the values after the exchange
 

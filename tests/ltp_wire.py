@@ -12,8 +12,8 @@ import numpy as np
 
 from atoll.ltp.events import Event
 from atoll.ltp.order import Extent
-from atoll.ltp.session import Burst, Session
-from atoll.ltp.settings import Settings
+from atoll.ltp.session import Burst, LtpSession
+from atoll.ltp.settings import LtpSettings
 from atoll.wire.datagrams import HEADER, Bytes, records_of, split_untrusted
 
 EXTENTS = {0: 40_000, 1: 331, 2: 1}  # chunk: elements
@@ -31,24 +31,24 @@ class Wire:
 
     def __init__(
         self,
-        settings: Settings | None = None,
+        settings: LtpSettings | None = None,
         *,
-        server_settings: Settings | None = None,
+        server_settings: LtpSettings | None = None,
         delay: float = 0.01,
         stripes: int = 1,
         seed: int = 1,
         extents: dict[int, int] | None = EXTENTS,
         drop: Callable[[bool, Burst, float], np.ndarray] | None = None,
     ) -> None:
-        settings, known = settings or Settings(), of_float32(extents)
+        settings, known = settings or LtpSettings(), of_float32(extents)
         self.now, self.delay, self.drop = 0.0, delay, drop
         self.jitter: Callable[[], float] = lambda: 0.0
         rng = np.random.default_rng(seed)
         paths = [("server", stripe) for stripe in range(stripes)]
-        self.client = Session(
+        self.client = LtpSession(
             settings, session=7, client=True, stripes=stripes, extents=known, rng=rng, now=0.0, paths=paths
         )
-        self.server = Session(
+        self.server = LtpSession(
             server_settings or settings,
             session=7,
             client=False,
@@ -65,7 +65,7 @@ class Wire:
         self._order = itertools.count()
         self._way: list[tuple[float, int, bool, object, int, Bytes]] = []
 
-    def end(self, client: bool) -> Session:
+    def end(self, client: bool) -> LtpSession:
         return self.client if client else self.server
 
     def pump(self) -> None:

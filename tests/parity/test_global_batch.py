@@ -14,7 +14,7 @@ import atoll
 from atoll.core.config import Chunks, Config, Run, Sync
 from atoll.core.errors import UserError
 from atoll.train.api.place import Place
-from atoll.train.data.order import Order
+from atoll.train.data.order import SampleOrder
 from support.pool import WorkerPool
 from support.served import ServedRun, served_worker
 
@@ -51,7 +51,7 @@ def plain() -> list[np.ndarray[Any, Any]]:
     model, optimizer = make()
     trajectory = []
     for epoch in range(EPOCHS):
-        for batch in Order(LENGTH, 4, True).of(epoch).split(BATCH):
+        for batch in SampleOrder(LENGTH, 4, True).of(epoch).split(BATCH):
             optimizer.zero_grad()
             loss_of(model, *data[batch]).backward()  # type: ignore[arg-type]
             optimizer.step()

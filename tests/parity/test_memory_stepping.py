@@ -25,11 +25,11 @@ from atoll.chunks import lay_out
 from atoll.core.errors import DeadlineError, PrepareError, RunError, UserError
 from atoll.core.memory import Memory
 from atoll.memory.fit import fit
-from atoll.memory.gradients import Gradients, TrainedChunk
+from atoll.memory.gradients import ModelGradients, TrainedChunk
 from atoll.memory.payloads import GRADIENT, VALUES, TensorPayloads
 from atoll.memory.states import chunk_states
-from atoll.memory.stepping import Stepper, state_dtypes
-from atoll.memory.stepqueue import Step, StepQueue
+from atoll.memory.stepping import ChunkStepper, state_dtypes
+from atoll.memory.stepqueue import StepCall, StepQueue
 from atoll.tensors.binding import specs_of
 from atoll.tensors.lazy import LazyTensor
 from support.models import MODELS
@@ -50,7 +50,7 @@ CASES = [
 class AwayParameter(nn.Parameter):
     """A parameter whose gradient is served on demand, as the engine's class serves it."""
 
-    homes: dict[int, Gradients] = {}  # noqa: RUF012
+    homes: dict[int, ModelGradients] = {}  # noqa: RUF012
 
     @property  # type: ignore[override]
     def grad(self) -> Tensor | None:
@@ -74,7 +74,7 @@ class Noted(StepQueue):
         self.began, self.goes_on = threading.Event(), threading.Event()
         self.goes_on.set()
 
-    def ended(self, step: Step, error: BaseException | None) -> None:
+    def ended(self, step: StepCall, error: BaseException | None) -> None:
         assert step.under_way is not None
         self.stepped.append(step.under_way)
         self.began.set()
@@ -108,7 +108,7 @@ class Away:
         self.store()
         self.arrivals: list[tuple[int, int]] = []
         self.steps = Noted({each.chunk.id: each.words for each in self.chunks})
-        self.gradients = Gradients(
+        self.gradients = ModelGradients(
             self.chunks,
             self.payloads,
             self.steps,
@@ -119,7 +119,7 @@ class Away:
                 AwayParameter.homes[id(parameter)] = self.gradients
                 parameter.__class__ = AwayParameter
         self.states = chunk_states(optimizer, self.chunks, self.payloads, **options)
-        self.stepper = Stepper(
+        self.stepper = ChunkStepper(
             optimizer,
             self.states,
             self.gradients,

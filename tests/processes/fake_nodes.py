@@ -105,7 +105,7 @@ class FakeNode:
         self.node, self.stale_max = node, stale_max
         self.model = Model(sgd, 1)
         self.cpu = CpuSide(node, partial(_Forked, kill=kill, prelude=prelude))
-        self.told: list[d.Told] = []
+        self.told: list[d.Notice] = []
         self.applied: list[d.Applied] = []
         self.met: dict[int, d.Met] = {}
         self.views: list[d.Members] = []
@@ -177,7 +177,7 @@ class FakeNode:
 
     def _take(self, message: d.DeviceMessage) -> None:
         lists: dict[type, list[Any]] = {
-            d.Told: self.told, d.Applied: self.applied, d.Members: self.views, d.Published: self.published,
+            d.Notice: self.told, d.Applied: self.applied, d.Members: self.views, d.Published: self.published,
             d.Returned: self.returned, d.State: self.states,
         }  # fmt: skip
         if isinstance(message, d.Published):

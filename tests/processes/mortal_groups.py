@@ -41,7 +41,7 @@ from atoll.core.memory import Memory
 from atoll.groups.chooser import Score, ScoreFunction
 from atoll.groups.grouping import Grouping
 from atoll.hub.decisions import Decision, read_decisions
-from atoll.hub.planner import GroupingSettings, Known
+from atoll.hub.planner import GroupingSettings, WorkerMeasurements
 from atoll.train.api.session import Session
 from atoll.train.data.leased_sampler import LeasedSampler
 from atoll.train.data.sampler import ShardedSampler
@@ -64,7 +64,7 @@ def settings(groups: Sequence[Sequence[int]], consistency: str, **options: Any) 
     """A hub's that makes these groups, whatever it measures; of those who are left, what is left of them."""
     wanted = Grouping(groups)
 
-    def score_for(known: Known) -> ScoreFunction:
+    def score_for(known: WorkerMeasurements) -> ScoreFunction:
         there = known.speeds
         left = Grouping(rest for group in wanted if (rest := [rank for rank in group if rank in there]))
         return lambda grouping: Score(2.0 if grouping == left else 1.0)

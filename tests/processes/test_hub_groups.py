@@ -29,7 +29,7 @@ from atoll.core.errors import UserError
 from atoll.groups import formation
 from atoll.groups.chooser import Score, ScoreFunction
 from atoll.groups.drift import Rules
-from atoll.hub.planner import GroupingSettings, Known
+from atoll.hub.planner import GroupingSettings, WorkerMeasurements
 from atoll.net.endpoint import Client
 from atoll.net.requests import RefusedError
 from atoll.testing import faults
@@ -279,7 +279,7 @@ def test_links_are_measured_before_anybody_trains_and_are_known_after_a_restart(
         run.hub.close()
 
 
-def scored_by_links(known: Known) -> ScoreFunction:
+def scored_by_links(known: WorkerMeasurements) -> ScoreFunction:
     """Says what it was given."""
     assert known.links is not None
     workers = " ".join(map(str, known.links.workers))

@@ -14,7 +14,7 @@ from hub_parts import DEADLINE, HubProcess, Service, hub_of, wait_for
 
 from atoll.net.endpoint import Client
 from atoll.peers.change import Change
-from atoll.peers.views import Settings, Wish, first_view
+from atoll.peers.views import ViewChangeSettings, Wish, first_view
 from atoll.testing.faults import Fault
 from atoll.wire.messages import (
     VERSION,
@@ -30,10 +30,12 @@ from atoll.wire.messages import (
     encode,
 )
 from atoll.wire.peers import WITNESS
-from atoll.wire.peerviews import Ballot, Held, Life, Member, Report, View
+from atoll.wire.peerviews import Ballot, Held, Life, Report, View, ViewMember
 
-TWO = first_view(1, [Member(Life(node, 0)) for node in range(2)])
-ALONE = [View(1, 2, (Member(Life(node, 0)),), (Member(Life(1 - node, 0)),), TWO.last) for node in range(2)]
+TWO = first_view(1, [ViewMember(Life(node, 0)) for node in range(2)])
+ALONE = [
+    View(1, 2, (ViewMember(Life(node, 0)),), (ViewMember(Life(1 - node, 0)),), TWO.last) for node in range(2)
+]
 
 
 class Node:
@@ -86,7 +88,7 @@ def accept(node: int, round: int) -> Accept:
 
 
 def test_the_hub_votes_for_members_of_views_of_two(folder: Path) -> None:
-    three = first_view(1, [Member(Life(node, 0)) for node in range(3)])
+    three = first_view(1, [ViewMember(Life(node, 0)) for node in range(3)])
     later = View(1, 5, TWO.members, (), TWO.last)
     with hub_of(folder, workers=2, shards=0, run="r") as hub:
         assert isinstance(ask(hub, prepare(0, 1)), Promised)
@@ -164,7 +166,7 @@ def test_of_two_halves_that_lost_each_other_one_decides_while_the_hub_is_killed(
     with HubProcess(folder, workers=2, shards=0) as hub:
         nodes = [Node(hub.address, node) for node in range(2)]
         rng = np.random.default_rng(3)
-        changes = [Change(node, TWO, Settings(0.2, 0.1), rng) for node in range(2)]
+        changes = [Change(node, TWO, ViewChangeSettings(0.2, 0.1), rng) for node in range(2)]
         decided: dict[int, View] = {}
         steps = [
             change.handle_wish(time.monotonic(), Wish({1 - node: "silent"}), report_of(node))

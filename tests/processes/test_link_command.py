@@ -26,7 +26,7 @@ from atoll.cli.app import main
 from atoll.core.errors import PeerLostError, UserError
 from atoll.ltp.events import Delivered
 from atoll.ltp.order import Extent
-from atoll.ltp.settings import Settings
+from atoll.ltp.settings import LtpSettings
 from atoll.net import linkserver, linktester, ltpflows, tcpflows
 from atoll.net.keys import make_keys, write_keys
 from atoll.net.linkoptions import LinkTestOptions
@@ -641,7 +641,7 @@ def test_nothing_is_taken_at_the_end_that_sends() -> None:
         high=0.2,
         reliable=False,
         seed=0,
-        settings=Settings(),
+        settings=LtpSettings(),
         seconds=DEADLINE,
         look=no_look,
     )

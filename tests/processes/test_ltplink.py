@@ -25,7 +25,7 @@ import pytest
 from atoll.core.errors import RunError, UserError
 from atoll.ltp.events import Arrived, Asked, Delivered, Event, Lost, Migrated, Refused, StripeChanged
 from atoll.ltp.grants import Grant, Grants
-from atoll.ltp.settings import Settings
+from atoll.ltp.settings import LtpSettings
 from atoll.net import linksession, ltplink
 from atoll.net.linksession import LinkSession
 from atoll.net.ltplink import LtpLink
@@ -34,7 +34,7 @@ from support.leaks import still_open
 
 SOON = 30.0
 SECRET = bytes(range(32))
-FAST = Settings(initial_rate=50e6)
+FAST = LtpSettings(initial_rate=50e6)
 SIZE = 500_000  # elements: 2 MB
 T = TypeVar("T")
 
@@ -258,7 +258,7 @@ def test_keys_change_under_way(pair: Pair) -> None:
 
 
 def test_another_secret_is_not_let_in() -> None:
-    quick = Settings(idle_seconds=0.5)
+    quick = LtpSettings(idle_seconds=0.5)
     with links() as pair:
         here = pair.server.open(7, SECRET, None, False, settings=quick)
         there = pair.client.open(7, bytes(32), pair.server.addresses, True, settings=quick)
@@ -282,7 +282,9 @@ def test_what_kept_datagrams_from_leaving_is_said() -> None:
                 raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
 
         port._socket = Narrow()  # type: ignore[assignment]
-        there = pair.client.open(7, SECRET, pair.server.addresses, True, settings=Settings(idle_seconds=0.5))
+        there = pair.client.open(
+            7, SECRET, pair.server.addresses, True, settings=LtpSettings(idle_seconds=0.5)
+        )
         assert re.fullmatch(
             r"no answer came from the other end for 0.5 s \(datagrams of \d+ bytes are too large for the way "
             rf"to 127.0.0.1:{pair.server.addresses[0][1]}, which takes 65507 at most\)",
@@ -301,7 +303,7 @@ def test_a_session_without_seals_goes_through_and_says_so() -> None:
 
 @pytest.mark.parametrize("sealed", [True, False])
 def test_ends_that_disagree_on_seals_hear_nothing_of_each_other(sealed: bool) -> None:
-    quick = Settings(idle_seconds=0.5)
+    quick = LtpSettings(idle_seconds=0.5)
     with links() as pair:
         here = pair.server.open(7, SECRET, None, False, settings=quick, seal=sealed)
         there = pair.client.open(7, SECRET, pair.server.addresses, True, settings=quick, seal=not sealed)
@@ -428,7 +430,7 @@ class Relay:
 
 @contextmanager
 def relayed(fate: Callable[[bytes, int], int]) -> Iterator[tuple[LinkSession, LinkSession, Relay]]:
-    slow = Settings(initial_rate=5e6)  # the relay is no fast one
+    slow = LtpSettings(initial_rate=5e6)  # the relay is no fast one
     with links() as pair, Relay(pair.server.addresses[0], fate) as relay:
         here = pair.server.open(7, SECRET, None, False, settings=slow)
         there = pair.client.open(7, SECRET, [relay.address], True, settings=slow)
@@ -437,7 +439,7 @@ def relayed(fate: Callable[[bytes, int], int]) -> Iterator[tuple[LinkSession, Li
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the filter is Linux's")
 def test_the_kernel_drops_datagrams_that_name_a_session_falsely(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = Settings(initial_rate=5e6)
+    slow = LtpSettings(initial_rate=5e6)
     with (
         links() as pair,
         Relay(pair.server.addresses[0], lambda _datagram, _count: 1) as relay,
@@ -489,7 +491,7 @@ def test_what_is_lost_goes_again_or_is_told() -> None:
 
 def test_a_stripe_whose_port_is_shut_is_not_used_until_it_is_open() -> None:
     shut = threading.Event()
-    settings = Settings(initial_rate=5e6, idle_seconds=2.0)
+    settings = LtpSettings(initial_rate=5e6, idle_seconds=2.0)
     with (
         links(stripes=2) as pair,
         Relay(pair.server.addresses[1], lambda _data, _count: int(not shut.is_set())) as relay,
@@ -852,7 +854,7 @@ def test_two_processes_exchange_20_megabytes_and_one_is_killed() -> None:
     try:
         assert here.poll(SOON)
         with LtpLink("127.0.0.1", (0, 0), name="client") as link:
-            quick = Settings(initial_rate=50e6, idle_seconds=1.0)
+            quick = LtpSettings(initial_rate=50e6, idle_seconds=1.0)
             session = link.open(7, SECRET, here.recv(), True, settings=quick)
             sent = values(0, 5_000_000)
             session.send(1, 1, sent, reliable=True)

@@ -14,7 +14,7 @@ import torch
 from fake_nodes import DEADLINE, FakeNode, FakeRun, plain
 from parted_nodes import Doors
 
-from atoll.peers.settings import Settings
+from atoll.peers.settings import NodeSettings
 from atoll.wire import device as d
 
 STALE_MAX = 2
@@ -34,10 +34,10 @@ def all_advance(run: FakeRun) -> None:
     time.sleep(0.001)
 
 
-def parts_of(nodes: list[FakeNode]) -> dict[int, list[d.Part]]:
+def parts_of(nodes: list[FakeNode]) -> dict[int, list[d.AppliedContribution]]:
     """Of whose contributions each iteration was made: of the same at all, and at each but once. Who comes
     back hears of the latest ones that are in the state that it takes over, its own ones among them."""
-    found: dict[int, list[d.Part]] = {}
+    found: dict[int, list[d.AppliedContribution]] = {}
     for each in nodes:
         made = [applied.iteration for applied in each.applied]
         begins = sum(later <= earlier for earlier, later in pairwise(made))
@@ -76,7 +76,7 @@ def test_three_of_five_go_on_alone_and_two_come_back(
             all_advance(run)
         paused = time.monotonic() - parted
         print(f"{paused:.1f} s")
-        assert paused < Settings().silence[1], "the majority goes on within the limit for silence"
+        assert paused < NodeSettings().silence[1], "the majority goes on within the limit for silence"
         assert [each.node for each in many[0].views[-1].members] == [each.node for each in many]
 
         stand = [len(each.applied) for each in few]

@@ -574,7 +574,7 @@ def test_fifty_random_faults_in_one_run() -> None:
     with FakeRun(5, stale_max=2) as run:
         still: dict[int, float] = {}  # who stands still, and until when
         lives = dict.fromkeys(range(5), 0)
-        seen: dict[int, list[d.Part]] = {}
+        seen: dict[int, list[d.AppliedContribution]] = {}
         for _ in range(FAULTS):
             settled = [each for each in run.members() if each.node not in still]
             if len(settled) >= 4:  # then a majority is left, whoever is left out meanwhile
@@ -612,7 +612,7 @@ def go_on(run: FakeRun, still: dict[int, float], seconds: float) -> None:
         time.sleep(0.001)
 
 
-def compare(run: FakeRun, seen: dict[int, list[d.Part]]) -> None:
+def compare(run: FakeRun, seen: dict[int, list[d.AppliedContribution]]) -> None:
     """Each iteration is of the same contributions at all nodes, and each node applies it once; who comes back
     hears of the latest ones that are in the state that it takes over."""
     for each in run.nodes:

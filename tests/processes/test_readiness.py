@@ -23,7 +23,7 @@ from atoll.hub.options import HubOptions
 from atoll.server import main as server
 from atoll.server.journal import Folder, read_segments
 from atoll.server.options import ServerOptions
-from atoll.server.records import Told
+from atoll.server.records import HandledMessage
 from atoll.train.api.place import Place
 from support.pool import FORKSERVER, WorkerPool
 from support.served import RUN, served_worker
@@ -200,7 +200,7 @@ import os, select, sys
 from pathlib import Path
 import msgspec
 from atoll.server.journal import Folder, Journal
-from atoll.server.records import Told
+from atoll.server.records import HandledMessage
 
 folder = Folder(Path(sys.argv[1]), "run", 0)
 number, index = int(sys.argv[2]), int(sys.argv[3])
@@ -209,7 +209,7 @@ journal.begin_segment(b"state")
 message = msgspec.Raw(msgspec.msgpack.encode({}))
 while True:
     for size in (7, 300_000, 1_000_000 + index % 5, 70_000):
-        journal.append(Told("worker", index, 1, message), bytes([index % 251]) * size)
+        journal.append(HandledMessage("worker", index, 1, message), bytes([index % 251]) * size)
         index += 1
         journal.when_written(lambda: os.write(1, b"."))
         journal.release()
@@ -241,7 +241,7 @@ def test_segments_written_over_have_all_that_was_told_when_their_writer_is_kille
         folder = Folder(tmp_path, "run", 0)
         found = list(read_segments(folder, min(folder.segments())))
         folder.close()
-        messages = [(each, payload) for each, payload in found if isinstance(each, Told)]
+        messages = [(each, payload) for each, payload in found if isinstance(each, HandledMessage)]
         indices = [each.index for each, _ in messages]
         assert indices == list(range(indices[0], indices[-1] + 1))
         assert indices[-1] >= index + told - 1

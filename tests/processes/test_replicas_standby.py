@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from atoll.net.endpoint import Client, Server
-from atoll.server.records import Told, encode_header
+from atoll.server.records import HandledMessage, encode_header
 from atoll.server.shard import Shard
 from atoll.server.standby import MARK, Standby
 from atoll.wire import messages as m
@@ -125,7 +125,7 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 
 def copy() -> m.Copy:
     hello = m.Hello(version=m.VERSION, run="test", role="worker", worker=0, incarnation=7)
-    told = Told(role="worker", index=0, incarnation=7, message=msgspec.Raw(encode(hello)))
+    told = HandledMessage(role="worker", index=0, incarnation=7, message=msgspec.Raw(encode(hello)))
     return m.Copy(record=msgspec.Raw(encode_header(told)))
 
 

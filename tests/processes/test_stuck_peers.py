@@ -23,9 +23,9 @@ from torch import nn
 import atoll
 from atoll.core.config import Chunks, Config, Run, Sync
 from atoll.core.errors import AtollError, DeadlineError, PeerLostError
-from atoll.exchange.link import Link
+from atoll.exchange.link import ShardLink
 from atoll.net.endpoint import Server
-from atoll.server.siteplace import Place as SitePlace
+from atoll.server.siteplace import SitePlace
 from atoll.train.api.place import Place
 from atoll.train.api.session import Session
 from atoll.train.sync.service import parties_of
@@ -114,7 +114,9 @@ def test_a_shard_that_stands_still_is_named_with_chunks_and_iteration(
 def test_a_shard_that_does_not_even_greet() -> None:
     with Server("tcp://127.0.0.1:0", None, limit=2**20, name="shard 0") as server:
         said = stuck(
-            Link([server.address], None, hello=HELLO, parties=parties_of(3), timeout=0.5, limit=2**20).greet
+            ShardLink(
+                [server.address], None, hello=HELLO, parties=parties_of(3), timeout=0.5, limit=2**20
+            ).greet
         )
     assert re.match(
         rf"worker 3 waited \d\.\d s for shard 0 at {server.address} on their welcome "
@@ -135,7 +137,7 @@ def test_a_shard_that_stood_still_and_was_replaced_was_away_since_it_fell_silent
         return [second.address if shards._silence.lasted(0) >= 0.5 else first.address]
 
     with FakeShard() as first, FakeShard() as second:
-        shards = Link(
+        shards = ShardLink(
             [first.address],
             None,
             hello=HELLO,
@@ -189,9 +191,9 @@ def test_the_last_answer_of_a_shard_that_has_ended_counts() -> None:
     assert ended == [0]
 
 
-def site_link(shard: FakeShard, told: list[str]) -> Link:
+def site_link(shard: FakeShard, told: list[str]) -> ShardLink:
     place = SitePlace(0, ["paris", "berlin"], 1)
-    return Link(
+    return ShardLink(
         [shard.address],
         None,
         hello=place.hello("test"),

@@ -23,7 +23,7 @@ from hub_parts import DEADLINE, WORKER, FakeLog, HubProcess, hub_of, wait_for
 from atoll.core.config import HUB_VARIABLE
 from atoll.core.errors import UserError
 from atoll.hub.journal import FILE, KIND
-from atoll.hub.records import Told, decode_record
+from atoll.hub.records import UsageReport, decode_record
 from atoll.logs.frames import frames
 from atoll.net.endpoint import Client
 from atoll.net.hubconnection import HubHeartbeats
@@ -222,7 +222,7 @@ def test_those_who_wait_at_the_hub_wait_on_when_it_is_started_again(folder: Path
 def has_been_told(folder: Path) -> bool:
     """Whether a log's word is in the hub's journal."""
     frames_there = frames(memoryview((folder / FILE).read_bytes()), KIND)
-    return any(isinstance(decode_record(bytes(each.header)), Told) for each in frames_there)
+    return any(isinstance(decode_record(bytes(each.header)), UsageReport) for each in frames_there)
 
 
 def test_a_fence_that_the_log_has_not_answered_is_asked_for_again(folder: Path) -> None:

@@ -25,7 +25,7 @@ import pytest
 from atoll.core.config import LinkOptions
 from atoll.core.errors import RunError, UserError
 from atoll.ltp.grants import Grant, Grants
-from atoll.ltp.settings import Settings
+from atoll.ltp.settings import LtpSettings
 from atoll.net import tunnel as tunnels
 from atoll.net import tunnelorder
 from atoll.net.endpoint import Client, Received, Server, poll
@@ -46,7 +46,7 @@ from atoll.wire.messages import (
     decode_untrusted,
     encode,
 )
-from atoll.wire.tunnel import BATCHES, Batch, Entry, encode_batch
+from atoll.wire.tunnel import BATCHES, Batch, TunnelEntry, encode_batch
 from support.leaks import still_open
 
 SOON = 30.0
@@ -227,7 +227,7 @@ def test_messages_of_all_sizes_come_in_order_both_ways_beside_a_plain_client() -
 def test_what_is_lost_of_a_lossy_payload_comes_with_it(
     through_proxy: Callable[[float], list[Proxy]], fill: str, above: float, dtype: str, how: str
 ) -> None:
-    settings = Settings(fill=fill, fill_above=above, usable=0.5, target_loss=0.0, redundancy=False)  # type: ignore[arg-type]
+    settings = LtpSettings(fill=fill, fill_above=above, usable=0.5, target_loss=0.0, redundancy=False)  # type: ignore[arg-type]
     block, kind = block_elements(dtype, settings), {"bfloat16": "u2", "float64": "f8"}.get(dtype, "f4")
     rng = np.random.default_rng(2)
     blocks = 600
@@ -417,7 +417,7 @@ def test_no_udp_through_is_one_line_that_says_so(
 
 def test_a_way_that_closes_is_a_loss_at_both_ends(through_proxy: Callable[[float], list[Proxy]]) -> None:
     made = through_proxy(0.0)
-    wish = Wish("worker 1", settings=Settings(idle_seconds=1.0))
+    wish = Wish("worker 1", settings=LtpSettings(idle_seconds=1.0))
     with server() as door, client(door, wish) as end:
         peer = connect(door, end)
         made[0].loss = 1.0
@@ -601,7 +601,7 @@ def test_a_server_that_cannot_be_leaves_nothing_open() -> None:
         nothing_is_left(before)
 
 
-def batch_of(*entries: Entry, first: int = 0, taken: int = 0) -> np.ndarray:
+def batch_of(*entries: TunnelEntry, first: int = 0, taken: int = 0) -> np.ndarray:
     return np.frombuffer(encode_batch(Batch(first=first, taken=taken, entries=list(entries))), dtype=np.uint8)
 
 
@@ -609,10 +609,10 @@ def batch_of(*entries: Entry, first: int = 0, taken: int = 0) -> np.ndarray:
     ("chunk", "content", "why"),
     [
         (BATCHES, np.zeros(10, dtype=np.uint8), "no batch of messages"),
-        (BATCHES, batch_of(Entry(b"h"), first=5000), "message 5000"),
+        (BATCHES, batch_of(TunnelEntry(b"h"), first=5000), "message 5000"),
         (BATCHES, np.frombuffer(msgspec.msgpack.encode([0, 0, [[b""]] * 500_000]), np.uint8), "<= 1024"),
         (BATCHES, batch_of(taken=1), "1 messages were taken, of 0"),
-        (BATCHES, batch_of(Entry(b"h", apart=True, size=LIMIT + 1)), "is the most"),
+        (BATCHES, batch_of(TunnelEntry(b"h", apart=True, size=LIMIT + 1)), "is the most"),
         (7, np.zeros(10, dtype=np.float32), "message 99999"),
     ],
 )
@@ -633,7 +633,7 @@ def test_who_breaks_the_rules_loses_the_tunnel_and_no_one_else(
             opened = answer(bad, WISH)
             assert isinstance(opened, LinkOpened)
             session = link.open(
-                opened.session, opened.secret, [("127.0.0.1", opened.ports[0])], True, settings=Settings()
+                opened.session, opened.secret, [("127.0.0.1", opened.ports[0])], True, settings=LtpSettings()
             )
             session.send(chunk, 99999, content, reliable=True)
             assert why in hear(bad, LinkLost).reason  # type: ignore[attr-defined]

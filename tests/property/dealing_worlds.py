@@ -17,7 +17,7 @@ from typing import Any
 
 from atoll.store.leases import Leases
 from atoll.train.data.leased_sampler import LeasedSampler
-from atoll.train.data.order import Order
+from atoll.train.data.order import SampleOrder
 from atoll.train.data.peersdealing import AHEAD, PeerDeal
 from atoll.train.data.runs import Item
 from atoll.train.data.sampler import BatchesSampler, DealtSampler, ShardedSampler
@@ -177,7 +177,7 @@ class Lessees:
 
     def __init__(self, length: int) -> None:
         self.length, self.state = length, {}
-        self.order = Order(length, seed=5, shuffle=True)
+        self.order = SampleOrder(length, seed=5, shuffle=True)
         self.counts: Counter[Item] = Counter()
         self.incarnation = 0
         self._begin()

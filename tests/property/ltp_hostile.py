@@ -1,5 +1,5 @@
-"""A peer that has the keys and does what it likes: it writes plaintexts, and no Session of its own stands in
-its way. `Victim` is the honest end, alone, with the checks that hold whatever comes."""
+"""A peer that has the keys and does what it likes: it writes plaintexts, and no LtpSession of its own
+stands in its way. `Victim` is the honest end, alone, with the checks that hold whatever comes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from atoll.ltp.events import Arrived, Event
 from atoll.ltp.sending import Outgoing
-from atoll.ltp.session import Burst, Session
-from atoll.ltp.settings import Settings
+from atoll.ltp.session import Burst, LtpSession
+from atoll.ltp.settings import LtpSettings
 from atoll.wire.datagrams import (
     HEADER,
     HIGH,
@@ -37,7 +37,7 @@ from atoll.wire.linkcontrol import AnyControl, Challenge, Closed, decode_untrust
 from ltp_wire import of_float32
 
 SESSION = 9
-SETTINGS = Settings(datagram_bytes=300, idle_seconds=5.0)
+SETTINGS = LtpSettings(datagram_bytes=300, idle_seconds=5.0)
 BLOCK = payload_bytes(300) // 4  # elements of float32
 EXTENTS = {0: 40 * BLOCK - 3, 1: 5 * BLOCK, 2: 1, 3: 300 * BLOCK}  # chunk: elements
 STRIPES = 2
@@ -55,11 +55,11 @@ class Victim:
         self,
         *,
         client: bool = False,
-        settings: Settings = SETTINGS,
+        settings: LtpSettings = SETTINGS,
         extents: dict[int, int] | None = EXTENTS,
         seed: int = 1,
     ) -> None:
-        self.session = Session(
+        self.session = LtpSession(
             settings,
             session=SESSION,
             client=client,
@@ -225,7 +225,7 @@ def genuine(
     *,
     reliable: bool = False,
     loss: float = 0.05,
-    settings: Settings = SETTINGS,
+    settings: LtpSettings = SETTINGS,
     elements: int | None = None,
 ) -> tuple[npt.NDArray[np.float32], list[Bytes]]:
     """A transfer's values and its datagrams as an honest sender writes them: DATA, then PARITY, in bursts."""

@@ -19,11 +19,11 @@ import numpy as np
 from atoll.core.stands import are_consistent, call, describe_mismatch, gradients
 from atoll.peers import outputs
 from atoll.peers.node import Node
-from atoll.peers.settings import Settings
+from atoll.peers.settings import NodeSettings
 from atoll.peers.views import first_view, majority
 from atoll.peers.witness import Witness
 from atoll.wire.peers import WITNESS, Key, PeerMessage, ScriptsDiffer
-from atoll.wire.peerviews import Life, Member, View
+from atoll.wire.peerviews import Life, View, ViewMember
 from atoll.wire.workerstand import WorkerStand
 from support.sim.clock import VirtualClock
 
@@ -114,7 +114,7 @@ class World:
     applied is held by a majority of the view; a minority, cut off, applies nothing; a meeting is of the same
     parts everywhere. At the end: all nodes are back and go on (`come_together`)."""
 
-    def __init__(self, schedule: Schedule, settings: Settings | None = None) -> None:
+    def __init__(self, schedule: Schedule, settings: NodeSettings | None = None) -> None:
         self.schedule = schedule
         self.rng = random.Random(schedule.seed)
         self.settings = settings or settings_for(schedule.stale_max)
@@ -142,7 +142,7 @@ class World:
         self.most_held = 0.0  # of each contributor
         self._tokens = 0
         self.trace: list[str] | None = None
-        view = first_view(1, [Member(Life(node, 1)) for node in range(schedule.nodes)])
+        view = first_view(1, [ViewMember(Life(node, 1)) for node in range(schedule.nodes)])
         self.bases |= {member.life: 0 for member in view.members}
         self.firsts |= {member.life: 0 for member in view.members}
         for node in range(schedule.nodes):
@@ -662,9 +662,9 @@ def meetings_before(k: int) -> int:
     return -(-k // MEETS_EACH)
 
 
-def settings_for(stale_max: int) -> Settings:
+def settings_for(stale_max: int) -> NodeSettings:
     """Times that fit the world's."""
-    return Settings(
+    return NodeSettings(
         stale_max=stale_max,
         heartbeat=0.5,
         silence=(1.6, 3.0),

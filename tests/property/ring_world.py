@@ -33,7 +33,7 @@ from atoll.tensors.binding import bind_model, specs_of
 from atoll.train.api.place import Place, Seat
 from atoll.train.gradients.reducer import Calls
 from atoll.train.gradients.ring import RingReducer
-from atoll.train.gradients.samples import Contribution
+from atoll.train.gradients.samples import ContributionWeight
 from atoll.train.group import channel, channels
 from atoll.train.group.channel import BrokenRingError
 from atoll.train.group.rounds import Regrouped, Ring
@@ -595,13 +595,13 @@ class Member:
         chunks = lay_out(
             specs_of(parameters, dict.fromkeys(parameters.values(), "sgd")), chunk_bytes=4 * MOST
         )
-        calls = Calls(_nothing, lambda _has: Contribution(1.0, 1.0), self._committed, _nothing)
+        calls = Calls(_nothing, lambda _has: ContributionWeight(1.0, 1.0), self._committed, _nothing)
         self.reducer = RingReducer(bind_model(chunks, parameters), self.ring, message_bytes=1, calls=calls)
         assert len(self.reducer.sum.carrier.ids) == 3
         self.own = torch.zeros(MOST)
         self.own[self.incarnation] = 1.0
 
-    def _committed(self, _own: Contribution, samples: float) -> None:
+    def _committed(self, _own: ContributionWeight, samples: float) -> None:
         self._samples = samples
 
     def _iterate(self) -> None:

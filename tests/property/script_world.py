@@ -14,7 +14,7 @@ from typing import TypeAlias
 import msgspec
 
 from atoll.core.stands import call, end, gradients
-from atoll.store.entries import Step
+from atoll.store.entries import StepWithMean
 from atoll.store.log import CommitLog
 from atoll.store.outcomes import Outcome
 from atoll.store.waits import deadlock
@@ -157,7 +157,7 @@ class ScriptWorld:
                 each.waits = "step"
                 self._say(each)
         for entry in outcome.entries:
-            if isinstance(entry, Step):
+            if isinstance(entry, StepWithMean):
                 for each in self.workers.values():
                     if each.waits == "step" and each.steps == entry.iteration:
                         each.waits, each.at, each.steps = "", each.at + 1, each.steps + 1

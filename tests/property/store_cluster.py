@@ -15,7 +15,7 @@ from atoll.store import entries as log_entries
 from atoll.store.log import CommitLog
 from atoll.store.losses import absent
 from atoll.store.outcomes import Outcome
-from atoll.store.pulls import Asked, Pulls
+from atoll.store.pulls import PullRequest, Pulls
 from atoll.store.shard import ApplyChunks, CombineChunks, Release, ShardState, StepChunks
 from atoll.wire import messages
 from atoll.wire.messages import LostBlocks
@@ -89,7 +89,7 @@ class ShardRuntime:
                 assert isinstance(entry, log_entries.Apply)
                 self._count((entry.worker, entry.incarnation, entry.iteration), action.chunks)
             elif isinstance(action, StepChunks):
-                assert isinstance(entry, log_entries.Step)
+                assert isinstance(entry, log_entries.StepWithMean)
                 for chunk, (handle, _) in action.edited.items():
                     assert self.held[handle] == ("replace", entry.editor, entry.iteration, chunk)
 
@@ -353,7 +353,7 @@ class Cluster:
         elif isinstance(message, messages.Ready):
             self._hear(worker, incarnation, "ready", int(message.digest), shard)
         elif isinstance(message, (messages.Pull, messages.PullMean)) and runtime.pulls.ask(
-            Asked(worker, message)
+            PullRequest(worker, message)
         ):
             self._answer(shard, worker, message)
         if outcome is not None:
@@ -398,7 +398,9 @@ class Cluster:
     def _check_clock_rule(self, shard: int, worker: int, clock: int) -> None:
         clocks = clocks_after(self.shards[shard].entries)
         if self.consistency == "bsp":
-            steps = [e.iteration for e in self.shards[shard].entries if isinstance(e, log_entries.Step)]
+            steps = [
+                e.iteration for e in self.shards[shard].entries if isinstance(e, log_entries.StepWithMean)
+            ]
             assert clock == (steps[-1] + 1 if steps else 0)
         else:
             assert clocks[worker] == clock

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.core.errors import RunError
-from atoll.train.data.dealing import Deal, Place
+from atoll.train.data.dealing import Deal, DealPosition
 
 CHANGES = st.lists(
     st.builds(
@@ -124,7 +124,7 @@ def test_what_is_left_is_all_that_was_not_given(
     deal = Deal([(0, 0, size)], [[]] * world, batch, drop_last, shares=drawn_shares(seed))
     ticks = min(ticks, deal.ticks)
     taken = [item for tick in range(ticks) for rank in range(world) for item in deal.tick(rank, tick)]
-    places = [Place(rank, ticks, ticks, ticks, ticks, False) for rank in range(world)]
+    places = [DealPosition(rank, ticks, ticks, ticks, ticks, False) for rank in range(world)]
     left = [(e, p) for e, start, stop in deal.left(places) for p in range(start, stop)]
     assert sorted(taken + left) == [(0, position) for position in range(size)]
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from atoll.groups.formation import (
     Empty,
     Formation,
+    FormationEvent,
     FormationState,
     Formed,
     GivenUp,
     Opened,
-    Outcome,
     Placed,
     Stays,
 )
@@ -60,7 +60,7 @@ class World:
         self.numbers: set[int] = set()  # of contributors that were ever made
         self.keys: set[tuple[int, int]] = set()  # contributors that were ever known
         self.fenced: list[tuple[int, int]] = []
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[FormationEvent] = []
         for rank in range(WORKERS):
             self.comes(rank)
 
@@ -145,7 +145,7 @@ class World:
 
     # -- what follows -------------------------------------------------------------------------------------
 
-    def take(self, outcomes: list[Outcome]) -> None:
+    def take(self, outcomes: list[FormationEvent]) -> None:
         for outcome in outcomes:
             self.outcomes.append(outcome)
             if isinstance(outcome, Formed):

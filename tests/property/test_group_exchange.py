@@ -24,7 +24,7 @@ from torch import Tensor
 from atoll.core.config import LinkOptions
 from atoll.exchange.feedback import Feedback
 from atoll.net.tunnel import Lossy
-from atoll.train.gradients.samples import Contribution
+from atoll.train.gradients.samples import ContributionWeight
 from atoll.train.group.channel import BrokenRingError
 from atoll.train.sync.client import Outgoing, ServerClient
 from atoll.train.sync.connection import Connection
@@ -147,7 +147,7 @@ class Grouped(Member):
         able = [place.name_of(rank) for rank in range(place.world)]
         flats = {chunk: values * (chunk + 1) for chunk in CHUNKS}
         present = {chunk: [True] for chunk in CHUNKS}
-        self.outgoing = Outgoing(iteration, Contribution(1.0, 1.0), flats, present, [], able)
+        self.outgoing = Outgoing(iteration, ContributionWeight(1.0, 1.0), flats, present, [], able)
         self.exchange.steps = iteration
         self.exchange.step(True, [])
         if iteration == ITERATIONS - 1:

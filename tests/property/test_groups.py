@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from atoll.core.errors import DeadlineError, UserError
 from atoll.groups.candidates import equal_runs
-from atoll.groups.chooser import Choice, Measured, Score, choose
+from atoll.groups.chooser import Choice, ProbeMeasurements, Score, choose
 from atoll.groups.grouping import Grouping, show, sizes_of
 from atoll.groups.links import Links
-from atoll.groups.probe import TOLERANCE, Formed, GivenUp, Late, Outcome, ProbeQueue, ProbeState
+from atoll.groups.probe import TOLERANCE, Formed, GivenUp, Late, ProbeEvent, ProbeQueue, ProbeState
 from atoll.plan.cluster import Cluster, Pipe, Site, Worker
 from atoll.plan.throughput import Throughput
 
@@ -71,9 +71,9 @@ def test_a_grouping_is_shown_in_one_short_line(workers: int, groups: int) -> Non
 
 def run_queue(
     queue: ProbeQueue, happens: list[tuple[float, str, int, float]], restart: bool = False
-) -> list[tuple[float, Outcome]]:
+) -> list[tuple[float, ProbeEvent]]:
     """Let everything happen at its time, and poll then and at the queue's own deadlines, and only then."""
-    told: list[tuple[float, Outcome]] = []
+    told: list[tuple[float, ProbeEvent]] = []
     happens, now = sorted(happens), 0.0
     while True:
         told += [(now, outcome) for outcome in queue.poll(now)]
@@ -98,7 +98,7 @@ def run_queue(
             now = deadline
 
 
-def formed(told: list[tuple[float, Outcome]]) -> list[tuple[int, ...]]:
+def formed(told: list[tuple[float, ProbeEvent]]) -> list[tuple[int, ...]]:
     return [outcome.group for _, outcome in told if isinstance(outcome, Formed)]
 
 
@@ -220,7 +220,7 @@ def test_the_choice_is_the_best_of_all_groupings_where_only_computing_counts(
     numbered = dict(enumerate(speeds))
     score = compute_only(numbered)
     groups = data.draw(st.none() | st.integers(1, len(speeds)))
-    choice = choose(Measured(numbered), score, groups=groups, tolerance=0.0, exhaustive=exhaustive)
+    choice = choose(ProbeMeasurements(numbered), score, groups=groups, tolerance=0.0, exhaustive=exhaustive)
     all_ = [Grouping(each) for each in every_grouping(list(numbered))]
     allowed = [each for each in all_ if groups in (None, len(each))]
     best = max(score(each).samples_per_second for each in allowed)
@@ -240,7 +240,9 @@ def test_few_workers_get_the_best_of_all_whatever_the_score(
         return Score(zlib.crc32(repr((seed, grouping.groups)).encode()) + 1.0)
 
     groups = data.draw(st.none() | st.integers(1, workers))
-    choice = choose(Measured(dict.fromkeys(range(workers), 1.0)), score, groups=groups, tolerance=0.0)
+    choice = choose(
+        ProbeMeasurements(dict.fromkeys(range(workers), 1.0)), score, groups=groups, tolerance=0.0
+    )
     all_ = [Grouping(each) for each in every_grouping(list(range(workers)))]
     best = max(
         (each for each in all_ if groups in (None, len(each))),
@@ -336,7 +338,7 @@ def test_other_numbers_for_the_workers_change_only_the_numbers(cluster: Cluster,
 def test_speeds_that_differ_by_less_than_the_noise_make_one_ring(count: int, data: st.DataObject) -> None:
     noise = st.floats(1.0, 1.019)
     speeds = {worker: 10 * data.draw(noise) for worker in range(count)}
-    choice = choose(Measured(speeds), compute_only(speeds))
+    choice = choose(ProbeMeasurements(speeds), compute_only(speeds))
     assert choice.grouping == Grouping([range(count)])
 
 
@@ -354,7 +356,7 @@ def test_the_search_finds_what_is_no_candidate(groups: int | None) -> None:
             )
         )
 
-    choice = choose(Measured(speeds), score, groups=groups, tolerance=0.0)
+    choice = choose(ProbeMeasurements(speeds), score, groups=groups, tolerance=0.0)
     assert choice.grouping == Grouping([each, each + 5] for each in range(5))
 
 
@@ -367,7 +369,7 @@ def test_the_search_moves_and_swaps(more: int) -> None:
         apart = [sum(worker % 2 == 0 for worker in group) / len(group) for group in grouping]
         return Score(1.0 + (max(apart) - min(apart)) * (len(grouping) == 2))
 
-    choice = choose(Measured(dict.fromkeys(workers, 1.0)), score, groups=2, tolerance=0.0)
+    choice = choose(ProbeMeasurements(dict.fromkeys(workers, 1.0)), score, groups=2, tolerance=0.0)
     assert choice.grouping == Grouping([workers[0::2], workers[1::2]])
 
 
@@ -382,7 +384,7 @@ def test_the_work_for_256_workers_is_bounded(groups: int | None) -> None:
         asked += 1
         return compute_only(speeds)(grouping)
 
-    choice = choose(Measured(speeds, sites), score, groups=groups, most=2000)
+    choice = choose(ProbeMeasurements(speeds, sites), score, groups=groups, most=2000)
     assert asked <= 2000 + 2 * 256
     assert choice.scored <= asked
     choice.grouping.check(speeds)
@@ -410,7 +412,7 @@ def test_workers_near_one_another_are_found_from_the_links_alone(sizes: list[int
         by_site = [[each for each, home in enumerate(homes) if home == site] for site in range(len(sizes))]
         assert found[0] == Grouping(by_site)
         speeds = dict.fromkeys(range(len(homes)), 1.0)
-        choice = choose(Measured(speeds, links=measured), compute_only(speeds))
+        choice = choose(ProbeMeasurements(speeds, links=measured), compute_only(speeds))
         assert choice.by_site is not None
         assert choice.by_site.grouping == found[0]
 
@@ -455,4 +457,4 @@ def test_a_missing_diagonal_does_not_matter() -> None:
 )
 def test_speeds_that_cannot_be_are_one_line(speeds: dict[int, float], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        Measured(speeds)
+        ProbeMeasurements(speeds)

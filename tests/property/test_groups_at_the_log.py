@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from store_cluster import Cluster, Worker
 from test_store_interleavings import check, run
 
-from atoll.store.entries import Apply, Combine, Joined, Step
+from atoll.store.entries import Apply, Combine, Joined, StepWithMean
 
 
 class Grouped(Cluster):
@@ -152,7 +152,7 @@ def check_each_worker(cluster: Grouped) -> None:
         came = late.index([cluster.workers]) if [cluster.workers] in late else len(late)
         assert late == [[]] * came + [[cluster.workers]] * (len(late) - came), "the newcomer's iterations"
         assert [entry.iteration for entry in combined] == list(range(cluster.target))
-        assert all(entry.accepted for entry in entries if isinstance(entry, Step))
+        assert all(entry.accepted for entry in entries if isinstance(entry, StepWithMean))
     for worker in range(cluster.workers):
         through = [e.worker for e in entries if isinstance(e, Apply) and worker in cluster.members[e.worker]]
         assert through == sorted(through)

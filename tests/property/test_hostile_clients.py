@@ -20,14 +20,14 @@ from torch import nn
 from atoll.chunks import lay_out
 from atoll.core.errors import AtollError
 from atoll.cpuside.witnesslink import WitnessLink
-from atoll.exchange.link import Link
+from atoll.exchange.link import ShardLink
 from atoll.net import hubconnection
 from atoll.server.links import HubLink, LogLink
 from atoll.server.mirror import Mirror
-from atoll.server.siteplace import Place
+from atoll.server.siteplace import SitePlace
 from atoll.tensors.binding import bind_model, specs_of
 from atoll.train.gradients.reducer import Calls
-from atoll.train.gradients.samples import Contribution
+from atoll.train.gradients.samples import ContributionWeight
 from atoll.train.members import hub_client
 from atoll.train.members.hub_client import HubClient
 from atoll.train.sync.connection import Connection
@@ -138,10 +138,10 @@ def test_a_worker_uses_no_samples_that_there_are_not(monkeypatch: pytest.MonkeyP
 ADDRESSES = ["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"]
 
 
-def greeted(timeout: float) -> Link:
+def greeted(timeout: float) -> ShardLink:
     """A worker's link to two shards that have welcomed it."""
     hello = m.Hello(version=m.VERSION, run=RUN, role="worker", worker=0, incarnation=1)
-    link = Link(ADDRESSES, None, hello=hello, parties=parties_of(0), timeout=timeout, limit=2**20)
+    link = ShardLink(ADDRESSES, None, hello=hello, parties=parties_of(0), timeout=timeout, limit=2**20)
     link.greet()
     return link
 
@@ -149,7 +149,7 @@ def greeted(timeout: float) -> Link:
 class Model:
     """Two chunks at two shards, and an exchange of one of the kinds."""
 
-    def __init__(self, shards: Link, kind: str) -> None:
+    def __init__(self, shards: ShardLink, kind: str) -> None:
         weights = nn.Parameter(torch.zeros(16)), nn.Parameter(torch.zeros(12))
         self.weights = weights
         named = dict(zip("ab", weights, strict=True))
@@ -160,7 +160,7 @@ class Model:
         shard_of = {chunk.chunk.id: at for at, chunk in enumerate(bound)}
         connection = Connection(shards, shard_of, list, lambda _staleness: None, cast(Any, members), 0)
         calls = Calls(
-            lambda: None, lambda _: Contribution(2.0, 2.0), lambda _own, _samples: None, lambda: None
+            lambda: None, lambda _: ContributionWeight(2.0, 2.0), lambda _own, _samples: None, lambda: None
         )
         policy: Any = "bsp" if kind == "bsp" else "asp"
         self.exchange = serve_alone(policy, bound, connection, calls, pipeline=int(kind == "pipeline"))
@@ -277,8 +277,8 @@ def test_a_site_bears_global_shards_that_lie(monkeypatch: pytest.MonkeyPatch) ->
             contextlib.closing(FedServer("site")) as door,
         ):
             liar.honest = hello_only(m.Welcome(run=RUN, shard=-1))
-            place = Place(0, ["paris", "berlin"], 1)
-            up = Link(
+            place = SitePlace(0, ["paris", "berlin"], 1)
+            up = ShardLink(
                 ADDRESSES,
                 None,
                 hello=place.hello(RUN),

@@ -34,8 +34,8 @@ from atoll.hub.planner import GroupingSettings
 from atoll.hub.records import Began
 from atoll.hub.service import Hub
 from atoll.net.linkserver import LinkServer
-from atoll.net.tunnelorder import Inbox, Message, Outbox
-from atoll.server.records import Record, Told, encode_header
+from atoll.net.tunnelorder import Inbox, Outbox, TunnelMessage
+from atoll.server.records import HandledMessage, Record, encode_header
 from atoll.server.shard import Shard
 from atoll.server.standby import Standby
 from atoll.store.balance import balance
@@ -354,7 +354,7 @@ def test_a_primary_that_lies_ends_its_standby_by_one_line_or_not_at_all(
                     message = maker.message(Union[STREAM])
                     if isinstance(message, m.Copy) and draw(0, 3):
                         record = maker.message(Record)
-                        if isinstance(record, Told):
+                        if isinstance(record, HandledMessage):
                             told = msgspec.Raw(m.encode(maker.message(m.AnyMessage)))
                             record = msgspec.structs.replace(record, message=told, role="worker")
                         message = m.Copy(record=msgspec.Raw(encode_header(record)))
@@ -419,7 +419,7 @@ def test_batches_of_a_tunnel_that_make_no_sense_end_the_session_in_a_line() -> N
     lines = []
     for _ in range(100):
         inbox, outbox, kind = Inbox(2**20), Outbox(), msgspec.inspect.type_info(Batch)
-        outbox.put(Message(b"header", None))
+        outbox.put(TunnelMessage(b"header", None))
         outbox.take(1)
         with contextlib.suppress(WireError):
             for _ in range(20):

@@ -17,13 +17,13 @@ from atoll.hub.decisions import Decisions
 from atoll.hub.journal import KIND, HubJournal
 from atoll.hub.records import (
     AnyRecord,
-    Asked,
     Began,
     Came,
     Died,
     Knows,
+    LeaseRequest,
     Left,
-    Told,
+    UsageReport,
     Voted,
     decode_record,
     encode_record,
@@ -32,7 +32,7 @@ from atoll.hub.rings import Rings
 from atoll.hub.turn import Turn
 from atoll.logs.frames import encode_frame
 from atoll.wire.messages import Accept, Fenced, Gather, Lease, Prepare, StoreCall, Used
-from atoll.wire.peerviews import Ballot, Life, Member, View
+from atoll.wire.peerviews import Ballot, Life, View, ViewMember
 
 SITES = {"paris": 1, "berlin": 1}
 KINDS = (
@@ -144,7 +144,7 @@ class Hub:
         lease = Lease(
             incarnation=incarnation, sampler=0, epoch=small, length=20, count=4, number=self.number - what % 2
         )
-        asked, before = Asked(at=self.now, rank=rank, lease=lease), self.book.leases.changes
+        asked, before = LeaseRequest(at=self.now, rank=rank, lease=lease), self.book.leases.changes
         try:
             self.answers.append(self.book.lease(asked))
         except UserError as error:
@@ -159,13 +159,13 @@ class Hub:
         known = sorted(self.book.members.workers.live().items()) if news else sorted(self.book.fences[log])
         worker, incarnation = known[what % len(known)] if known else (who, 1 + what)
         fenced = Fenced(worker=worker, incarnation=incarnation, iteration=1, used=used, news=news)
-        told = Told(at=self.now, log=log, fenced=fenced)
+        told = UsageReport(at=self.now, log=log, fenced=fenced)
         self.answers.append(self.book.told(told))
         self.records.append(told)
 
     def vote(self, node: int, what: int, small: int) -> None:
         """Of two nodes, in one of two views; small: whether it asks for a promise or for more."""
-        members = tuple(Member(Life(each, 0)) for each in range(2))
+        members = tuple(ViewMember(Life(each, 0)) for each in range(2))
         view, ballot = View(1, 1 + what // 5, members), Ballot(what % 5, node)
         following = View(1, view.number + 1, (members[node],))
         accept = Accept(view=view, ballot=ballot, next=following)

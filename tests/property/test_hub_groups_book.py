@@ -21,14 +21,14 @@ from atoll.hub.links import LinkDesk
 from atoll.hub.planner import GroupingSettings
 from atoll.hub.records import (
     AnyRecord,
-    Asked,
     Came,
     Decided,
     Died,
     Knows,
+    LeaseRequest,
     Left,
     Linked,
-    Told,
+    UsageReport,
     decode_record,
     encode_record,
 )
@@ -200,7 +200,7 @@ class Hub:
             contributor=keys[-1][0] if in_group else 0,
             block=1 + what % 4 if in_group else 0,
         )
-        asked, before = Asked(at=self.now, rank=who, lease=lease), self.book.lease_changes
+        asked, before = LeaseRequest(at=self.now, rank=who, lease=lease), self.book.lease_changes
         try:
             leased, _ = self.book.lease(asked)
             self.answers.append(unnumbered(leased))
@@ -218,7 +218,7 @@ class Hub:
         worker, incarnation = keys[what % len(keys)]
         used = [Used(sampler=0, epoch=0, start=start, stop=stop) for start, stop in self.given[: what % 4]]
         fenced = Fenced(worker=worker, incarnation=incarnation, iteration=1, used=used, news=news)
-        told = Told(at=self.now, log=GLOBAL, fenced=fenced)
+        told = UsageReport(at=self.now, log=GLOBAL, fenced=fenced)
         self.answers.append(self.book.told(told))
         self.records.append(told)
 

@@ -23,9 +23,9 @@ from atoll.server.journal import Folder, Journal, read_segments
 from atoll.server.records import (
     SHARD,
     Begun,
-    Part,
+    HandledMessage,
     Record,
-    Told,
+    StatePayload,
     encode_record,
     records,
     stamp_of,
@@ -35,7 +35,7 @@ from atoll.store.outcomes import StoreError
 MESSAGE = msgspec.Raw(msgspec.msgpack.encode({"m": "Ready"}))
 RECORDS: st.SearchStrategy[Record] = st.one_of(
     st.builds(
-        Told,
+        HandledMessage,
         role=st.sampled_from(["worker", "shard", "hub"]),
         index=st.integers(0, 9),
         incarnation=st.integers(0, 2**53 - 1),
@@ -44,7 +44,7 @@ RECORDS: st.SearchStrategy[Record] = st.one_of(
     st.builds(
         Begun, run=st.text(max_size=9), shard=st.integers(0, 9), fresh=st.booleans(), state=st.binary()
     ),
-    st.builds(Part, kind=st.sampled_from(["mean", "meeting"]), key=st.integers(0, 2**53 - 1)),
+    st.builds(StatePayload, kind=st.sampled_from(["mean", "meeting"]), key=st.integers(0, 2**53 - 1)),
 )
 ITEMS = st.lists(st.tuples(RECORDS, st.none() | st.binary(max_size=40)), max_size=6)
 
@@ -103,7 +103,7 @@ def test_what_is_damaged_ends_the_journal(
 @given(raw=st.binary(max_size=300), size=st.integers(0, 2**64 - 1), length=st.integers(0, 2**32 - 1))
 def test_nothing_is_allocated_for_what_a_length_says(raw: bytes, size: int, length: int) -> None:
     assert read(raw) == []
-    whole = bytearray(bytes_of(Part("mean", 1), b"12345678") + raw)
+    whole = bytearray(bytes_of(StatePayload("mean", 1), b"12345678") + raw)
     whole[4:8], whole[8:16] = length.to_bytes(4, "little"), size.to_bytes(8, "little")
     assert read(bytes(whole)) == []
 
@@ -146,7 +146,7 @@ def test_what_an_earlier_use_of_a_file_left_is_never_taken_for_new(
 @given(items=ITEMS, data=st.data())
 def test_a_cut_is_told_from_damage(items: list[tuple[Record, bytes | None]], data: st.DataObject) -> None:
     stamp = stamp_of(5, 77)
-    each = [bytes_of(*item, False, stamp) for item in [*items, (Part("mean", 1), b"12345678")]]
+    each = [bytes_of(*item, False, stamp) for item in [*items, (StatePayload("mean", 1), b"12345678")]]
     raw = bytearray(b"".join(each))
     cut = data.draw(st.integers(0, len(raw)))
     assert not is_damaged(raw[:cut], 5)
@@ -167,7 +167,7 @@ def written(path: Path, count: int, segments: int = 1) -> None:
     for segment in range(segments):
         journal.begin_segment(b"state" if segment else b"", fresh=not segment)
         for index in range(count):
-            journal.append(Told("worker", index, 1, MESSAGE), bytes([index]) * index)
+            journal.append(HandledMessage("worker", index, 1, MESSAGE), bytes([index]) * index)
     journal.close()
     assert journal.appended == segments * (count + 1)
     folder.close()
@@ -179,7 +179,7 @@ def told_in(path: Path, first: int = 0) -> list[tuple[int, bytes]]:
         return [
             (record.index, bytes(payload))
             for record, payload in read_segments(folder, first)
-            if isinstance(record, Told) and payload is not None
+            if isinstance(record, HandledMessage) and payload is not None
         ]
     finally:
         folder.close()
@@ -191,7 +191,7 @@ def told_in_file(path: Path) -> list[tuple[int, bytes]]:
     return [
         (record.index, bytes(payload))
         for record, payload, _ in records(raw, 0)
-        if isinstance(record, Told) and payload is not None
+        if isinstance(record, HandledMessage) and payload is not None
     ]
 
 
@@ -272,7 +272,7 @@ def test_a_segment_of_another_format_is_refused_and_left(tmp_path: Path) -> None
 
 def filled(journal: Journal, label: int, count: int, nbytes: int) -> None:
     for index in range(count):
-        journal.append(Told("worker", label, 1, MESSAGE), bytes([index]) * nbytes)
+        journal.append(HandledMessage("worker", label, 1, MESSAGE), bytes([index]) * nbytes)
 
 
 @pytest.mark.parametrize("sync", [False, True])
@@ -309,7 +309,7 @@ def test_what_an_earlier_life_left_is_not_written_over_while_it_is_still_in_use(
     second = Journal(folder, 1)
     for _ in range(3):
         second.drop_before(second.begin_segment())
-        second.append(Told("worker", 2, 1, MESSAGE), b"\xff" * 2**23)
+        second.append(HandledMessage("worker", 2, 1, MESSAGE), b"\xff" * 2**23)
     second.close()
     assert len(before) == 4
     assert [bytes(payload) for payload in payloads] == before
@@ -348,7 +348,7 @@ def test_small_records_are_written_without_waking_the_thread(tmp_path: Path) -> 
     wait_for_release(journal, lambda: bool(told))
     with blocked(journal):
         for index in range(3):
-            journal.append(Told("worker", index, 1, MESSAGE), bytes(100))
+            journal.append(HandledMessage("worker", index, 1, MESSAGE), bytes(100))
         journal.when_written(lambda: told.append("small"))
         assert told == ["begun", "small"]
         assert [index for index, _ in told_in_file(tmp_path)] == [0, 1, 2]
@@ -362,9 +362,9 @@ def test_small_records_wait_for_what_the_thread_still_writes(tmp_path: Path) -> 
     journal.begin_segment(fresh=True)
     told: list[str] = []
     with blocked(journal, job=True):
-        journal.append(Told("worker", 0, 1, MESSAGE), bytes(2**20))
+        journal.append(HandledMessage("worker", 0, 1, MESSAGE), bytes(2**20))
         journal.when_written(lambda: told.append("chunk"))
-        journal.append(Told("worker", 1, 1, MESSAGE), bytes(10))
+        journal.append(HandledMessage("worker", 1, 1, MESSAGE), bytes(10))
         journal.when_written(lambda: told.append("small"))
         assert told == []
     wait_for_release(journal, lambda: len(told) == 2)
@@ -389,7 +389,7 @@ def test_a_thousand_small_records_go_in_few_writes(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(os, "pwritev", counted)
     for index in range(1000):
-        journal.append(Told("worker", index, 1, MESSAGE))
+        journal.append(HandledMessage("worker", index, 1, MESSAGE))
     journal.when_written(lambda: None)
     assert len(calls) == 2
     assert max(calls) <= 1024

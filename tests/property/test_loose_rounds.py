@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from atoll.store.log import CommitLog
 from atoll.store.outcomes import Outcome
-from atoll.store.pulls import Asked, Pulls
+from atoll.store.pulls import PullRequest, Pulls
 from atoll.store.shard import ShardState
 from atoll.wire import messages
 
@@ -73,7 +73,7 @@ class Site:
                 step = messages.Step(incarnation=me, iteration=clock, scale=1.0, hyperparameters=[])
                 self.act(self.log.handle_step(worker, step))
                 yield True
-                while not self.pulls.ask(Asked(worker, messages.Pull(incarnation=me, clock=clock + 1))):
+                while not self.pulls.ask(PullRequest(worker, messages.Pull(incarnation=me, clock=clock + 1))):
                     yield False
                 assert self.shard.clock_of(worker) == clock + 1
                 self.clocks[worker] = clock + 1

@@ -18,7 +18,7 @@ from ltp_hostile import EXTENTS, STRIPES, Victim, closed, genuine, held, slices_
 from mutations import change_bytes
 
 from atoll.ltp.events import Lost, Refused
-from atoll.ltp.settings import Settings
+from atoll.ltp.settings import LtpSettings
 from atoll.wire.datagrams import (
     ACK,
     CODED_FROM,
@@ -84,7 +84,7 @@ class Stormy(Pair):
     sent."""
 
     def __init__(self, seed: int) -> None:
-        settings = Settings(datagram_bytes=300, initial_rate=1.5e6)
+        settings = LtpSettings(datagram_bytes=300, initial_rate=1.5e6)
         super().__init__(settings, LINK, seed, stripes=STRIPES)
         self.pool: dict[str, Bytes] = {way: np.zeros((0, WIDTH), np.uint8) for way in ("up", "down")}
         self.pool_sizes: dict[str, Sizes] = {way: np.zeros(0, np.int64) for way in ("up", "down")}

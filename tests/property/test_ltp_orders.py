@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from atoll.ltp.events import Lost
-from atoll.ltp.settings import Fill, Settings
+from atoll.ltp.settings import Fill, LtpSettings
 from atoll.wire.datagrams import Bytes, payload_bytes
 from support.ltp import End, Ledger, Pair, Passing, held_bytes, whole_numbers
 from support.sim import LinkModel
 
-SMALL = Settings(datagram_bytes=256, idle_seconds=30.0)
+SMALL = LtpSettings(datagram_bytes=256, idle_seconds=30.0)
 BLOCK = payload_bytes(256) // 4
 LINK = LinkModel(rate=12.5e6, delay=0.02)
 ELEMENTS = (40 * BLOCK - 5, 7 * BLOCK, 3)  # by chunk

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from atoll.ltp.session import Arrived, Burst, Delivered, Lost, Refused
-from atoll.ltp.settings import Settings
+from atoll.ltp.settings import LtpSettings
 from ltp_wire import Wire
 
 BLOCK = 44  # elements of float32 in a datagram of 256 B
@@ -31,7 +31,7 @@ actions = st.lists(
     max_size=12,
 )
 setups = st.builds(
-    Settings,
+    LtpSettings,
     datagram_bytes=st.just(256),
     usable=st.sampled_from([0.5, 0.97, 1.0]),
     close_high=st.sampled_from([0.5, 1.0]),
@@ -109,7 +109,7 @@ def check(wire: Wire, sent: dict[tuple[bool, int], np.ndarray]) -> None:
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(setup=setups, fates=fates, actions=actions, stripes=st.integers(1, 3))
 def test_whatever_the_network_does(
-    setup: Settings, fates: list[tuple[str, int]], actions: list[tuple[str, int]], stripes: int
+    setup: LtpSettings, fates: list[tuple[str, int]], actions: list[tuple[str, int]], stripes: int
 ) -> None:
     wire = Wire(setup, stripes=stripes, extents=CHUNKS)
     Fates(wire, fates)

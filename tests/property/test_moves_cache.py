@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from atoll.moves import Cache, Decision, Full, Order, optimum
+from atoll.moves import Cache, CachePlacement, Full, UseOrder, optimum
 
 KEYS = range(5)
 STEPS = 4
@@ -19,7 +19,7 @@ STEPS = 4
 # -- every schedule ----------------------------------------------------------------------------------------
 
 
-def least_moves(order: Order[int], blocks: int, steps: int, resident: frozenset[int]) -> list[int]:
+def least_moves(order: UseOrder[int], blocks: int, steps: int, resident: frozenset[int]) -> list[int]:
     """The fewest moves in the first k steps together, for each k: all contents at all times are tried."""
     contents = [frozenset(keys) for n in range(blocks + 1) for keys in itertools.combinations(KEYS, n)]
     costs = {resident: 0}
@@ -38,7 +38,7 @@ def least_moves(order: Order[int], blocks: int, steps: int, resident: frozenset[
     return found
 
 
-def _void(costs: dict[frozenset[int], int], order: Order[int], index: int) -> dict[frozenset[int], int]:
+def _void(costs: dict[frozenset[int], int], order: UseOrder[int], index: int) -> dict[frozenset[int], int]:
     void = {key for key, at in order.voids if at == index}
     left: dict[frozenset[int], int] = {}
     for keys, cost in costs.items():
@@ -71,16 +71,16 @@ def fifo_moves(uses: Sequence[int], blocks: int, resident: Sequence[int]) -> int
 
 
 @st.composite
-def orders(draw: st.DrawFn, longest: int = 12, with_voids: bool = True) -> Order[int]:
+def orders(draw: st.DrawFn, longest: int = 12, with_voids: bool = True) -> UseOrder[int]:
     uses = draw(st.lists(st.sampled_from(KEYS), min_size=1, max_size=longest))
     if not with_voids:
-        return Order(uses)
+        return UseOrder(uses)
     fresh = draw(st.sets(st.integers(0, len(uses) - 1), max_size=2))
     voids = draw(st.sets(st.tuples(st.sampled_from(KEYS), st.integers(0, len(uses))), max_size=4))
-    return Order(uses, fresh, voids)
+    return UseOrder(uses, fresh, voids)
 
 
-def run_step(cache: Cache[int], order: Order[int], prefetch: Callable[[], bool]) -> int:
+def run_step(cache: Cache[int], order: UseOrder[int], prefetch: Callable[[], bool]) -> int:
     """One step of `order`; its moves."""
     for index, key in enumerate(order.uses):
         forget(cache, order, index)
@@ -95,14 +95,14 @@ def run_step(cache: Cache[int], order: Order[int], prefetch: Callable[[], bool])
     return statistics.moves_in
 
 
-def forget(cache: Cache[int], order: Order[int], index: int) -> None:
+def forget(cache: Cache[int], order: UseOrder[int], index: int) -> None:
     for key, at in sorted(order.voids):
         if at == index:
             cache.forget(key)
 
 
 @given(orders(), st.integers(1, 4), st.data())
-def test_the_optimum_is_that_of_all_schedules(order: Order[int], blocks: int, data: st.DataObject) -> None:
+def test_the_optimum_is_that_of_all_schedules(order: UseOrder[int], blocks: int, data: st.DataObject) -> None:
     resident = frozenset(data.draw(st.sets(st.sampled_from(KEYS), max_size=blocks)))
     found = optimum(order, blocks, steps=STEPS, resident=resident)
     assert list(itertools.accumulate(found)) == least_moves(order, blocks, STEPS, resident)
@@ -111,7 +111,7 @@ def test_the_optimum_is_that_of_all_schedules(order: Order[int], blocks: int, da
 @pytest.mark.check
 @given(orders(), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_from_the_second_step_on_the_moves_are_the_optimum(
-    order: Order[int], blocks: int, random: Random
+    order: UseOrder[int], blocks: int, random: Random
 ) -> None:
     """Of each step, with things prefetched now and then or not; and of every prefix, of all schedules."""
     for prefetch in (lambda: False, lambda: random.random() < 0.5, lambda: True):
@@ -126,7 +126,7 @@ def test_from_the_second_step_on_the_moves_are_the_optimum(
 class Forgetful(Cache[int]):
     """Looks at each poll anew, whatever it has found at the last."""
 
-    def poll_prefetch(self, held: Callable[[int], bool] = lambda _: False) -> Decision[int] | None:
+    def poll_prefetch(self, held: Callable[[int], bool] = lambda _: False) -> CachePlacement[int] | None:
         self._barred = 0
         return super().poll_prefetch(held)
 
@@ -138,7 +138,7 @@ class Forgetful(Cache[int]):
     st.randoms(use_true_random=False),
 )
 def test_what_is_known_of_the_next_miss_is_asked_again_when_it_changes(
-    order: Order[int], sizes: dict[int, int], blocks: int, random: Random
+    order: UseOrder[int], sizes: dict[int, int], blocks: int, random: Random
 ) -> None:
     caches = (Cache[int](blocks, sizes), Forgetful(blocks, sizes))
     for _ in range(STEPS):
@@ -158,7 +158,7 @@ def test_what_is_known_of_the_next_miss_is_asked_again_when_it_changes(
 
 
 @given(orders(longest=30, with_voids=False), st.integers(1, 4))
-def test_lru_and_fifo_move_as_they_should_and_no_less_than_belady(order: Order[int], blocks: int) -> None:
+def test_lru_and_fifo_move_as_they_should_and_no_less_than_belady(order: UseOrder[int], blocks: int) -> None:
     caches = {policy: Cache[int](blocks, policy=policy) for policy in ("belady", "lru", "fifo")}
     first = {policy: run_step(cache, order, lambda: False) for policy, cache in caches.items()}
     assert first["belady"] == first["lru"] == lru_moves(order.uses, blocks, [])
@@ -196,7 +196,7 @@ def test_with_large_chunks_the_moves_are_within_the_bound(
     """Four times the largest for each large chunk that is brought (docs/memory.md derives it); the same moves
     with prefetching."""
     cache, ahead = Cache[int](blocks, sizes), Cache[int](blocks, sizes)
-    order = Order(uses)
+    order = UseOrder(uses)
     run_step(cache, order, lambda: False)
     run_step(ahead, order, lambda: True)
     resident = cache.resident
@@ -254,7 +254,7 @@ class World:
         runs = [self.block[first : first + count] for first in range(len(self.block) - count + 1)]
         return any(not self.held & set(run) for run in runs)
 
-    def apply(self, decision: Decision[int]) -> None:
+    def apply(self, decision: CachePlacement[int]) -> None:
         assert not (decision.hit and (decision.evict or decision.bring))
         for eviction in decision.evict:
             key = eviction.chunk
@@ -352,7 +352,7 @@ def test_what_is_used_is_there_as_it_was_written_last(
 
 
 @given(orders(with_voids=False), orders(with_voids=False), st.integers(1, 4))
-def test_another_order_is_recorded_again(first: Order[int], second: Order[int], blocks: int) -> None:
+def test_another_order_is_recorded_again(first: UseOrder[int], second: UseOrder[int], blocks: int) -> None:
     """The step in which it changes may move more than needed; from the next on it is the optimum again."""
     assume(first.uses != second.uses)
     cache: Cache[int] = Cache(blocks)

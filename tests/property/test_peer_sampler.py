@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from atoll.train.data.peerssampler import PeerSampler
 from atoll.train.sync.peers import Peers
-from atoll.wire.device import Applied, Part
+from atoll.wire.device import Applied, AppliedContribution
 
 BATCH = 2
 
@@ -55,7 +55,7 @@ class Node:
     def hear(self, facts: list[list[int]], until: int) -> None:
         """Learn of the applied iterations up to `until`."""
         for iteration in range(self.heard + 1, until + 1):
-            parts = [Part(node, 0, 1.0, 1.0) for node in facts[iteration]]
+            parts = [AppliedContribution(node, 0, 1.0, 1.0) for node in facts[iteration]]
             for peers in self.peers:
                 peers._applied(Applied(iteration=iteration, parts=parts))
             self.heard = iteration

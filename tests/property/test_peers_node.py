@@ -15,7 +15,7 @@ from peers_world import Fault, Kind, OddScript, Schedule, World, run, settings_f
 from atoll.peers.node import Node
 from atoll.peers.outputs import Send
 from atoll.wire.peers import NodeReport
-from atoll.wire.peerviews import Ballot, Life, Member, Prepare, Report, View, ViewDecided
+from atoll.wire.peerviews import Ballot, Life, Prepare, Report, View, ViewDecided, ViewMember
 
 FAULTS = st.builds(
     Fault,
@@ -280,12 +280,12 @@ def test_the_majority_goes_on_within_the_limits_and_the_minority_does_not(
 
 def test_one_that_was_removed_tells_those_who_missed_the_view_that_did_it() -> None:
     """Who decided that view may be gone, and then nobody else knows it."""
-    known = View(1, 3, (Member(Life(1, 1)), Member(Life(2, 1))))
+    known = View(1, 3, (ViewMember(Life(1, 1)), ViewMember(Life(2, 1))))
     rng = np.random.default_rng(1)
     node = Node.joining(0, "again", "at 0", [1, 2], settings_for(2), rng, 0.0, known)
     node.poll(0.0)
     told = [Send(1, ViewDecided(view=known))]
-    before = View(1, 2, (Member(Life(0, 1)), *known.members))
+    before = View(1, 2, (ViewMember(Life(0, 1)), *known.members))
     report = Report(Life(1, 1), 2, 0, 0, 0, ())
     assert node.handle_message(0.1, 1, NodeReport(report=report)) == told
     assert node.handle_message(0.1, 1, Prepare(view=before, ballot=Ballot(1, 1))) == told

@@ -13,15 +13,15 @@ from atoll.peers import outputs
 from atoll.peers.node import Node
 from atoll.peers.outputs import Output, Send, SendPart
 from atoll.peers.rounds import TRANSITIONS, Event, Rounds, State
-from atoll.peers.settings import Settings
+from atoll.peers.settings import NodeSettings
 from atoll.peers.views import first_view
 from atoll.wire.messages import Message
 from atoll.wire.peers import AbortRound, AnswerRound, AskRound, EndRound, NodeReport, RefuseRound, RoundId
-from atoll.wire.peerviews import Life, Member, View, ViewDecided
+from atoll.wire.peerviews import Life, View, ViewDecided, ViewMember
 
 
 def nodes(count: int) -> list[Node]:
-    view = first_view(1, [Member(Life(node, 1)) for node in range(count)])
+    view = first_view(1, [ViewMember(Life(node, 1)) for node in range(count)])
     made = [
         Node(Life(n, 1), view, settings_for(0), np.random.Generator(np.random.PCG64(n)), 0.0)
         for n in range(count)
@@ -253,7 +253,7 @@ def test_a_node_whose_end_nobody_hears_of_ends_after_its_linger() -> None:
 )
 def test_wrong_settings_are_refused(wrong: dict[str, float], line: str) -> None:
     with pytest.raises(UserError, match=line.replace("(", r"\(").replace(")", r"\)")):
-        Settings(**wrong)  # type: ignore[arg-type]
+        NodeSettings(**wrong)  # type: ignore[arg-type]
 
 
 def test_what_the_devices_must_not_say() -> None:

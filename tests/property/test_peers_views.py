@@ -13,8 +13,8 @@ from atoll.peers.change import Change
 from atoll.peers.views import (
     Fetch,
     Joiner,
-    Settings,
-    Step,
+    Transition,
+    ViewChangeSettings,
     Wish,
     describe,
     first_view,
@@ -28,13 +28,13 @@ from atoll.wire.peerviews import (
     Ballot,
     Held,
     Life,
-    Member,
     Outbid,
     Prepare,
     Promised,
     Report,
     View,
     ViewDecided,
+    ViewMember,
     ViewMessage,
 )
 
@@ -122,12 +122,12 @@ def test_two_halves_and_a_witness_never_decide_two_views(
 ) -> None:
     """Each wants the other out, and what they say comes in any order, late, twice or never. A witness that is
     made anew of what it kept is the same one."""
-    view = first_view(1, [Member(Life(node, 0)) for node in range(2)])
+    view = first_view(1, [ViewMember(Life(node, 0)) for node in range(2)])
     rng, now, decided = np.random.default_rng(seed), 0.0, list[View]()
-    changes = {node: Change(node, view, Settings(0.1, 0.05), rng) for node in range(2)}
+    changes = {node: Change(node, view, ViewChangeSettings(0.1, 0.05), rng) for node in range(2)}
     witness, mail = Witness(), list[tuple[int, int, ViewMessage]]()
 
-    def take(node: int, step: Step) -> None:
+    def take(node: int, step: Transition) -> None:
         mail.extend((node, to, message) for to, message in step.sends)
         if step.decided is not None and step.decided not in decided:
             decided.append(step.decided)
@@ -156,8 +156,8 @@ def test_two_halves_and_a_witness_never_decide_two_views(
 
 
 def test_a_witness_answers_members_of_views_of_two_and_remembers_one_vote() -> None:
-    two = first_view(3, [Member(Life(node, 0)) for node in (4, 7)])
-    three = first_view(3, [Member(Life(node, 0)) for node in (4, 7, 8)])
+    two = first_view(3, [ViewMember(Life(node, 0)) for node in (4, 7)])
+    three = first_view(3, [ViewMember(Life(node, 0)) for node in (4, 7, 8)])
     older = first_view(2, two.members)
     later = View(3, 9, two.members)
     witness = Witness()
@@ -165,7 +165,7 @@ def test_a_witness_answers_members_of_views_of_two_and_remembers_one_vote() -> N
     assert witness.handle(8, Prepare(view=two, ballot=Ballot(1, 8))) is None
     assert witness.state is None
     assert isinstance(witness.handle(4, Prepare(view=two, ballot=Ballot(1, 4))), Promised)
-    alone = View(3, 2, (Member(Life(4, 0)),), (Member(Life(7, 0), 0, 5),))
+    alone = View(3, 2, (ViewMember(Life(4, 0)),), (ViewMember(Life(7, 0), 0, 5),))
     assert isinstance(witness.handle(4, Accept(view=two, ballot=Ballot(1, 4), next=alone)), Accepted)
     low = witness.handle(7, Prepare(view=two, ballot=Ballot(0, 7)))
     assert isinstance(low, Outbid)
@@ -185,18 +185,18 @@ def test_a_witness_answers_members_of_views_of_two_and_remembers_one_vote() -> N
 
 def test_the_next_view_begins_with_the_most_that_is_reported_of_each_stream() -> None:
     a, b, c = (Life(node, 0) for node in range(3))
-    view = first_view(1, [Member(life) for life in (a, b, c)])
+    view = first_view(1, [ViewMember(life) for life in (a, b, c)])
     reports = [
         Report(a, 1, 9, 6, 2, (Held(a, 9, 3), Held(b, 7, 3), Held(c, 6, 4))),
         Report(b, 1, 8, 5, 3, (Held(a, 8, 4), Held(b, 8, 3), Held(c, 7, 3))),
     ]
     wish = Wish({2: "silent"}, [Joiner(5, "new", "host:1"), Joiner(0, "again", "host:2")])
     following = next_view(view, wish, reports, ahead=3)
-    assert following.removed == (Member(a, 0, 9, 4), Member(c, 0, 7, 4))
+    assert following.removed == (ViewMember(a, 0, 9, 4), ViewMember(c, 0, 7, 4))
     assert following.members == (
-        Member(Life(0, 1), 12, 12, 3, 6, "host:2", "again"),
-        Member(b, 0, 8, 3),
-        Member(Life(5, 0), 12, 12, 3, 6, "host:1", "new"),
+        ViewMember(Life(0, 1), 12, 12, 3, 6, "host:2", "again"),
+        ViewMember(b, 0, 8, 3),
+        ViewMember(Life(5, 0), 12, 12, 3, 6, "host:1", "new"),
     )
     assert following.last == {0: 1, 1: 0, 2: 0, 5: 0}
     words = (
@@ -207,7 +207,13 @@ def test_the_next_view_begins_with_the_most_that_is_reported_of_each_stream() ->
 
 def test_a_removed_one_is_forgotten_when_all_who_stay_have_applied_what_counts_of_it() -> None:
     a, b, gone = (Life(node, 0) for node in range(3))
-    view = View(1, 2, (Member(a, 0, 7, 2), Member(b, 0, 7, 2)), (Member(gone, 0, 7, 2),), {0: 0, 1: 0, 2: 0})
+    view = View(
+        1,
+        2,
+        (ViewMember(a, 0, 7, 2), ViewMember(b, 0, 7, 2)),
+        (ViewMember(gone, 0, 7, 2),),
+        {0: 0, 1: 0, 2: 0},
+    )
     held = (Held(a, 9, 2), Held(b, 9, 2), Held(gone, 7, 2))
 
     def left(*reports: Report) -> int:
@@ -220,8 +226,8 @@ def test_a_removed_one_is_forgotten_when_all_who_stay_have_applied_what_counts_o
 
 
 def test_nobody_votes_before_it_holds_what_its_view_began_with() -> None:
-    view = first_view(1, [Member(Life(node, 0), 0, 4) for node in range(3)])
-    change = Change(0, view, Settings(0.1, 0.05), np.random.default_rng(1))
+    view = first_view(1, [ViewMember(Life(node, 0), 0, 4) for node in range(3)])
+    change = Change(0, view, ViewChangeSettings(0.1, 0.05), np.random.default_rng(1))
     lacking = report_of(0, view)
     short = Report(lacking.life, 1, 5, 3, 0, (*lacking.held[:2], Held(Life(2, 0), 3)))
     asked = Prepare(view=view, ballot=Ballot(1, 1))
@@ -240,8 +246,8 @@ def test_nobody_votes_before_it_holds_what_its_view_began_with() -> None:
 def test_a_newcomer_without_its_state_has_no_vote_though_nothing_else_is_lacking() -> None:
     """All that was contributed has been applied, so it lacks nothing but the state; it and the witness would
     be a majority."""
-    view = View(1, 4, (Member(Life(0, 0), 0, 5), Member(Life(1, 1), 8, 8, 0, 5, token="new")))
-    change = Change(1, view, Settings(0.1, 0.05), np.random.default_rng(1))
+    view = View(1, 4, (ViewMember(Life(0, 0), 0, 5), ViewMember(Life(1, 1), 8, 8, 0, 5, token="new")))
+    change = Change(1, view, ViewChangeSettings(0.1, 0.05), np.random.default_rng(1))
     change.has_state = False
     report = Report(Life(1, 1), 4, 8, 5, 0, (Held(Life(0, 0), 5), Held(Life(1, 1), 8)))
     assert change.handle_wish(0.0, Wish({0: "silent"}), report).sends == ()
@@ -253,9 +259,9 @@ def test_a_newcomer_without_its_state_has_no_vote_though_nothing_else_is_lacking
 
 
 def test_nobody_accepts_before_it_holds_what_the_next_view_begins_with() -> None:
-    view = first_view(1, [Member(Life(node, 0)) for node in range(3)])
-    change = Change(0, view, Settings(0.1, 0.05), np.random.default_rng(1))
-    following = View(1, 2, view.members[:2], (Member(Life(2, 0), 0, 6),), view.last)
+    view = first_view(1, [ViewMember(Life(node, 0)) for node in range(3)])
+    change = Change(0, view, ViewChangeSettings(0.1, 0.05), np.random.default_rng(1))
+    following = View(1, 2, view.members[:2], (ViewMember(Life(2, 0), 0, 6),), view.last)
     asked = Accept(view=view, ballot=Ballot(1, 1), next=following)
     report = report_of(0, view)
     assert change.handle_message(0.0, 1, asked, report).sends == ()

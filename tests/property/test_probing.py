@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.core.errors import UserError
-from atoll.groups.probing import LATE, LinkProbe, Measure, Measured, pairs_in_rounds
+from atoll.groups.probing import LATE, LinkMeasurement, LinkProbe, Measure, pairs_in_rounds
 
-LINK = Measured(1e6, 0.01)
+LINK = LinkMeasurement(1e6, 0.01)
 
 
 @given(st.integers(0, 40))
@@ -84,7 +84,9 @@ class World:
         if {ask.first, ask.second} & self.gone:
             return
         if well:
-            link = Measured(1e6 * (1 + ask.first + 2 * ask.second), 1e-3 * (1 + ask.first * ask.second))
+            link = LinkMeasurement(
+                1e6 * (1 + ask.first + 2 * ask.second), 1e-3 * (1 + ask.first * ask.second)
+            )
             self.probe.handle_measured(self.now, ask.first, ask.second, link)
         else:
             self.probe.handle_failed(self.now, ask.first, ask.second)
@@ -146,8 +148,8 @@ def test_who_is_quick_leaves_more_to_the_others() -> None:
 
 def test_what_was_not_measured_follows_from_the_best_ways() -> None:
     probe = LinkProbe(0.0, [0, 1, 2, 7], 10.0, name=lambda worker: f"w{worker}")
-    probe.handle_measured(0.0, 1, 0, Measured(5e6, 0.01))
-    probe.handle_measured(0.0, 1, 2, Measured(2e6, 0.03))
+    probe.handle_measured(0.0, 1, 0, LinkMeasurement(5e6, 0.01))
+    probe.handle_measured(0.0, 1, 2, LinkMeasurement(2e6, 0.03))
     found = probe.found()
     assert (found.links.workers, found.without) == ((0, 1, 2), (7,))
     assert found.links.bandwidth[0].tolist() == [math.inf, 5e6, 2e6]
@@ -159,9 +161,9 @@ def test_what_was_not_measured_follows_from_the_best_ways() -> None:
 
 def test_a_link_is_what_was_measured_though_a_way_round_is_better() -> None:
     probe = LinkProbe(0.0, range(3), 10.0)
-    probe.handle_measured(0.0, 0, 1, Measured(9e6, 0.01))
-    probe.handle_measured(0.0, 1, 2, Measured(9e6, 0.01))
-    probe.handle_measured(0.0, 0, 2, Measured(1e6, 0.5))
+    probe.handle_measured(0.0, 0, 1, LinkMeasurement(9e6, 0.01))
+    probe.handle_measured(0.0, 1, 2, LinkMeasurement(9e6, 0.01))
+    probe.handle_measured(0.0, 0, 2, LinkMeasurement(1e6, 0.5))
     links = probe.found().links
     assert (links.bandwidth[2, 0], links.latency[2, 0]) == (1e6, 0.5)
 
@@ -175,4 +177,4 @@ def test_what_is_wrong_is_said() -> None:
     with pytest.raises(UserError, match="does not measure their link"):
         probe.handle_measured(0.0, 0, 2, LINK)
     with pytest.raises(UserError, match="bytes/s must be above 0"):
-        probe.handle_measured(0.0, 0, 1, Measured(math.nan, 0.01))
+        probe.handle_measured(0.0, 0, 1, LinkMeasurement(math.nan, 0.01))

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from atoll.core.errors import UserError
-from atoll.groups.chooser import Measured, Score, choose
+from atoll.groups.chooser import ProbeMeasurements, Score, choose
 from atoll.groups.drift import Proposal, Regrouper, Rules, ScoreAt, Speeds
 from atoll.groups.grouping import Grouping
 
@@ -33,7 +33,7 @@ class Chooser:
 
     def __call__(self, speeds: Speeds):
         self.asked += 1
-        return choose(Measured(speeds), lambda grouping: self.by(grouping, speeds), tolerance=0.05)
+        return choose(ProbeMeasurements(speeds), lambda grouping: self.by(grouping, speeds), tolerance=0.05)
 
 
 def costly(grouping: Grouping, speeds: Speeds) -> Score:
@@ -179,7 +179,7 @@ def test_what_is_no_better_any_more_when_the_time_has_come_is_not_proposed() -> 
         0.0,
         ring,
         dict.fromkeys(range(4), 10.0),
-        lambda speeds: choose(Measured(speeds), lambda each: Score(float(each == answers[0]))),
+        lambda speeds: choose(ProbeMeasurements(speeds), lambda each: Score(float(each == answers[0]))),
         score,
         rules=Rules(hold=5, window=2),
     )

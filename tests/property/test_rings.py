@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.rings.order import EXACT, MARGIN, TOLERANCE, Figures, Order, Topology, is_same_ring, rounds
+from atoll.rings.order import EXACT, MARGIN, TOLERANCE, LinkSpeed, Order, Topology, is_same_ring, rounds
 
 MESSAGE = 2**20
-NEAR, FAR = Figures(1e9, 1e-4), Figures(1e7, 0.04)
-figures = st.builds(Figures, st.sampled_from([1e6, 2e6, 5e6, 1e8]), st.sampled_from([1e-4, 0.01, 0.1]))
+NEAR, FAR = LinkSpeed(1e9, 1e-4), LinkSpeed(1e7, 0.04)
+figures = st.builds(LinkSpeed, st.sampled_from([1e6, 2e6, 5e6, 1e8]), st.sampled_from([1e-4, 0.01, 0.1]))
 
 
 @st.composite
@@ -96,7 +96,7 @@ def test_each_site_is_entered_once(sites: list[int]) -> None:
 @pytest.mark.parametrize("count", [EXACT + 1, 40])
 def test_a_searched_order_is_shorter_than_that_of_the_ranks(count: int) -> None:
     spread = {
-        (one, other): Figures(1e8, 1e-3 * ((7 * (one + 1) * (other + 1)) % 31 + 1))
+        (one, other): LinkSpeed(1e8, 1e-3 * ((7 * (one + 1) * (other + 1)) % 31 + 1))
         for one, other in itertools.combinations(range(count), 2)
     }
     topology = Topology(range(count), spread)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.train.data.runs import (
-    Run,
+    SampleRange,
     cut,
     items_of,
     joined,
@@ -34,7 +34,7 @@ ANY = st.lists(
 
 
 @given(ANY, st.integers(0, 60))
-def test_a_cut_gives_the_first_and_the_rest(runs: list[Run], count: int) -> None:
+def test_a_cut_gives_the_first_and_the_rest(runs: list[SampleRange], count: int) -> None:
     first, rest = cut(runs, count)
     assert items_of(first) == items_of(runs)[:count]
     assert items_of(rest) == items_of(runs)[count:]
@@ -42,7 +42,9 @@ def test_a_cut_gives_the_first_and_the_rest(runs: list[Run], count: int) -> None
 
 
 @given(ANY)
-def test_merged_runs_have_each_position_once_in_order_and_are_as_few_as_can_be(runs: list[Run]) -> None:
+def test_merged_runs_have_each_position_once_in_order_and_are_as_few_as_can_be(
+    runs: list[SampleRange],
+) -> None:
     found = merged(runs)
     assert items_of(found) == sorted(set(items_of(runs)))
     assert merged(found) == found
@@ -52,7 +54,7 @@ def test_merged_runs_have_each_position_once_in_order_and_are_as_few_as_can_be(r
 
 
 @given(ANY)
-def test_joined_runs_have_the_same_positions(runs: list[Run]) -> None:
+def test_joined_runs_have_the_same_positions(runs: list[SampleRange]) -> None:
     assert set(items_of(joined(runs))) == set(items_of(runs))
     apart = merged(runs)
     pieces = [piece for run in apart for part in cut([run], 2) for piece in part]
@@ -60,20 +62,20 @@ def test_joined_runs_have_the_same_positions(runs: list[Run]) -> None:
 
 
 @given(ANY)
-def test_what_fills_batches_up_is_never_joined(runs: list[Run]) -> None:
+def test_what_fills_batches_up_is_never_joined(runs: list[SampleRange]) -> None:
     below = [(-1 - epoch, start, stop) for epoch, start, stop in runs]
     assert joined(below) == below
 
 
 @given(ANY, ANY)
-def test_what_is_without_others_has_none_of_theirs(runs: list[Run], parts: list[Run]) -> None:
+def test_what_is_without_others_has_none_of_theirs(runs: list[SampleRange], parts: list[SampleRange]) -> None:
     found, gone = without(runs, parts), set(items_of(parts))
     assert items_of(found) == [item for item in items_of(runs) if item not in gone]
     assert all(start < stop for _, start, stop in found)
 
 
 @given(ANY, st.data())
-def test_what_is_kept_are_the_positions_that_are_to_be(runs: list[Run], data: st.DataObject) -> None:
+def test_what_is_kept_are_the_positions_that_are_to_be(runs: list[SampleRange], data: st.DataObject) -> None:
     total = positions(runs)
     keep = data.draw(st.lists(st.booleans(), min_size=total, max_size=total))
     found = list(kept(runs, torch.tensor(keep, dtype=torch.bool)))

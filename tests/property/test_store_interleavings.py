@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from store_cluster import Cluster, Contribution, clocks_after, in_order
 
 from atoll.store.balance import balance
-from atoll.store.entries import Apply, Combine, Fenced, Idle, Joined, Step
+from atoll.store.entries import Apply, Combine, Fenced, Idle, Joined, StepWithMean
 from atoll.store.leases import Leases
 from atoll.store.ranges import Ranges
 from atoll.wire.messages import Lease, Used
@@ -97,10 +97,10 @@ def check_fences(cluster: Cluster) -> None:
 
 def check_rounds(cluster: Cluster) -> None:
     """Combine and Step in turn, of one iteration after the other; members joined before it began."""
-    turns = [e for e in cluster.log.lines.entries if isinstance(e, (Combine, Step))]
+    turns = [e for e in cluster.log.lines.entries if isinstance(e, (Combine, StepWithMean))]
     for index, entry in enumerate(turns):
         assert entry.iteration == index // 2
-        assert isinstance(entry, Step if index % 2 else Combine)
+        assert isinstance(entry, StepWithMean if index % 2 else Combine)
     joined: dict[tuple[int, int], int] = {}
     for entry in cluster.log.lines.entries:
         if isinstance(entry, Joined):

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from atoll.peers.change import Change
-from atoll.peers.views import Joiner, Settings, Step, Wish, first_view, majority
+from atoll.peers.views import Joiner, Transition, ViewChangeSettings, Wish, first_view, majority
 from atoll.peers.witness import Witness
 from atoll.wire.peers import WITNESS
 from atoll.wire.peerviews import (
@@ -25,11 +25,11 @@ from atoll.wire.peerviews import (
     Ballot,
     Held,
     Life,
-    Member,
     Prepare,
     Report,
     View,
     ViewDecided,
+    ViewMember,
     ViewMessage,
 )
 
@@ -146,7 +146,7 @@ class Peer:
 
     # -- what it knows ------------------------------------------------------------------------------------
 
-    def entries(self) -> tuple[Member, ...]:
+    def entries(self) -> tuple[ViewMember, ...]:
         assert self.view is not None
         return (*self.view.members, *self.view.removed)
 
@@ -155,7 +155,7 @@ class Peer:
         """It has its state, and all that its view began with: who else had that may be gone."""
         return self.has_state and self.change is not None and self.change.ready
 
-    def holds(self, entry: Member) -> int:
+    def holds(self, entry: ViewMember) -> int:
         """All of it below this."""
         count = entry.first
         if self.has_state:
@@ -199,7 +199,7 @@ class Peer:
             return
         before = set() if self.view is None else self.lives()
         self.view, self.frozen = view, None
-        self.change = Change(self.node, view, Settings(0.1, 0.05, STALE_MAX + 1), self.world.rng)
+        self.change = Change(self.node, view, ViewChangeSettings(0.1, 0.05, STALE_MAX + 1), self.world.rng)
         tokens = {member.token for member in view.members}
         self.joiners = {node: each for node, each in self.joiners.items() if each.token not in tokens}
         for entry in view.removed:
@@ -207,7 +207,7 @@ class Peer:
         for node, _ in self.lives() - before:
             self.heard[node] = self.world.net.now
 
-    def take(self, step: Step) -> None:
+    def take(self, step: Transition) -> None:
         for to, message in step.sends:
             self.world.say(self.node, to, message)
         if step.decided is not None:
@@ -391,7 +391,7 @@ class World:
         self._votes: dict[tuple[int, Ballot], set[int]] = {}
         self._proposed: dict[tuple[int, Ballot], View] = {}
         self._tokens = 0
-        view = first_view(1, [Member(Life(node, 0), token=f"first {node}") for node in range(nodes)])
+        view = first_view(1, [ViewMember(Life(node, 0), token=f"first {node}") for node in range(nodes)])
         for node in range(nodes):
             peer = Peer(self, node, f"first {node}", life=Life(node, 0))
             peer.install(view)

@@ -1,7 +1,7 @@
 """Two ends of the loss-tolerant transport over a virtual network: an hour of a bad link in seconds, each time
 alike.
 
-`Pair` is to two `Session`s what the engine is on a machine: it seals, opens, keeps the replay windows, and
+`Pair` is to two `LtpSession`s what the engine is on a machine: it seals, opens, keeps the replay windows, and
 moves the clock on to whatever is next. What a test wants to happen to datagrams is a `Tap`, which sees each
 burst before it is sealed or after. `Ledger` keeps the books of a sender with error feedback and of its
 receiver: nothing is lost, only late.
@@ -25,8 +25,8 @@ from atoll.ltp.events import Arrived, Delivered, Event, Lost
 from atoll.ltp.filling import LastValues
 from atoll.ltp.order import Extent
 from atoll.ltp.replay import ReplayWindow
-from atoll.ltp.session import Burst, Session
-from atoll.ltp.settings import Settings
+from atoll.ltp.session import Burst, LtpSession
+from atoll.ltp.settings import LtpSettings
 from atoll.net.seals import Opener, Sealer
 from atoll.wire.datagrams import Bytes, Flow, Kind, headers_untrusted, payload_bytes, split_untrusted
 from support.sim import Delivery, LinkModel, Network, VirtualClock
@@ -90,8 +90,8 @@ def lose(
 class End:
     """One end: its session, and what the engine keeps for it."""
 
-    def __init__(self, session: Session, client: bool, stripes: int, seal: bool) -> None:
-        self.session: Session | None = session  # None: it died
+    def __init__(self, session: LtpSession, client: bool, stripes: int, seal: bool) -> None:
+        self.session: LtpSession | None = session  # None: it died
         self.way: Way = "up" if client else "down"  # which way what it sends goes
         self.name = "client" if client else "server"
         numbers = range(stripes)
@@ -112,12 +112,12 @@ class Pair:
 
     def __init__(
         self,
-        settings: Settings | None = None,
+        settings: LtpSettings | None = None,
         link: LinkModel = GIGABIT,
         seed: int = 1,
         *,
         back: LinkModel | None = None,
-        server_settings: Settings | None = None,
+        server_settings: LtpSettings | None = None,
         stripes: int = 1,
         extents: Mapping[int, Extent] | None = None,
         changes: Sequence[tuple[float, LinkModel]] = (),
@@ -132,11 +132,11 @@ class Pair:
         else:
             self.network.add_link("client", "server", link, changes=changes, outages=outages, both=False)
             self.network.add_link("server", "client", back, both=False)
-        settings = settings or Settings()
+        settings = settings or LtpSettings()
 
-        def end(settings: Settings, client: bool, rng: np.random.Generator) -> End:
+        def end(settings: LtpSettings, client: bool, rng: np.random.Generator) -> End:
             paths = [("server", stripe, 0) for stripe in range(stripes)] if client else []
-            session = Session(
+            session = LtpSession(
                 settings, session=SESSION, client=client, stripes=stripes, extents=extents, rng=rng,
                 now=self.clock.now, paths=paths,
             )  # fmt: skip

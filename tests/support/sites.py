@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from atoll.lab.emulator import Emulator
 from atoll.lab.namespaces import SiteSpace, dropped_before_emulator, make_site, within
-from atoll.lab.topology import Link, Phase, Site, Topology
+from atoll.lab.topology import LabLink, Phase, Site, Topology
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ def phase(rate: float, **qualities: object) -> Phase:
 def pair(there: Sequence[Phase], back: Sequence[Phase] | None = None, seed: int = 1) -> Topology:
     """Two sites, a and b; `back` is the way from b to a, by default the same as `there`."""
     sites = tuple(Site(name, i, 1, (1.0,), f"10.77.{i}.1") for i, name in enumerate("ab", start=1))
-    return Topology(seed, sites, (Link(0, 1, tuple(there)), Link(1, 0, tuple(back or there))))
+    return Topology(seed, sites, (LabLink(0, 1, tuple(there)), LabLink(1, 0, tuple(back or there))))
 
 
 def _elsewhere(function: Callable[[], T]) -> T:

@@ -10,8 +10,8 @@ import numpy as np
 
 from atoll.ltp.events import Arrived, Asked, Opened
 from atoll.ltp.grants import Grants
-from atoll.ltp.session import Session
-from atoll.ltp.settings import Settings
+from atoll.ltp.session import LtpSession
+from atoll.ltp.settings import LtpSettings
 from atoll.net.seals import Opener, Sealer
 from atoll.wire.datagrams import headers_untrusted, payload_bytes, split_untrusted
 from support.sim import Delivery, LinkModel, Network, VirtualClock
@@ -36,16 +36,16 @@ class Incast:
         self.network.add_link("shard", "workers", LinkModel(RATE, DELAY, queue=round(held)), both=False)
         self.grants = Grants(RATE * DATAGRAM) if granted else None
         self.values = np.ones(size // 4, np.float32)
-        blocks = -(-size // payload_bytes(Settings().datagram_bytes))
+        blocks = -(-size // payload_bytes(LtpSettings().datagram_bytes))
         self.high = np.zeros(blocks, bool)
         self.high[rng.permutation(blocks)[: blocks // 5]] = True
-        self.sessions: dict[tuple[str, int], Session] = {}
+        self.sessions: dict[tuple[str, int], LtpSession] = {}
         self.seals: dict[tuple[str, int], tuple[Sealer, Opener]] = {}
         for number in range(workers):
             for node in ("workers", "shard"):
                 client = node == "workers"
-                self.sessions[node, number] = Session(
-                    Settings(), session=number, client=client, stripes=1, extents=None, now=0.0,
+                self.sessions[node, number] = LtpSession(
+                    LtpSettings(), session=number, client=client, stripes=1, extents=None, now=0.0,
                     rng=np.random.default_rng([seed, number, client]), paths=["shard"] if client else [],
                 )  # fmt: skip
                 secret = bytes([number]) * 32

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from atoll.ltp.control import RateControl, RateSample
-from atoll.ltp.settings import Settings
+from atoll.ltp.settings import LtpSettings
 
 SIZE = 1400  # bytes of a datagram
 TICK = 0.001  # seconds
@@ -84,10 +84,14 @@ class Flow:
 
 class Ltp(Flow):
     def __init__(
-        self, settings: Settings | None = None, seed: int = 1, start: float = 0.0, backlog: float = math.inf
+        self,
+        settings: LtpSettings | None = None,
+        seed: int = 1,
+        start: float = 0.0,
+        backlog: float = math.inf,
     ) -> None:
         super().__init__(start, backlog)
-        self.control = RateControl(settings or Settings(), start, np.random.default_rng(seed))
+        self.control = RateControl(settings or LtpSettings(), start, np.random.default_rng(seed))
         self.rounds = self.timeouts = 0
         self.rates: list[tuple[float, float, float, str, str]] = []  # a tick each
         self.started: float | None = None  # when start-up was over

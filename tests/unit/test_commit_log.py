@@ -15,12 +15,12 @@ from atoll.store.entries import (
     Fenced,
     Idle,
     Joined,
-    Member,
-    Step,
+    StepWithMean,
+    WeightedContribution,
 )
 from atoll.store.log import CommitLog
 from atoll.store.outcomes import Outcome
-from atoll.store.pulls import Asked, Pulls
+from atoll.store.pulls import PullRequest, Pulls
 from atoll.store.shard import (
     ApplyChunks,
     ShardState,
@@ -74,8 +74,8 @@ def test_an_iteration_is_combined_when_all_are_staged_everywhere_and_stepped_whe
     assert log.waiting_for() == ["worker 1's chunks of iteration 0, on shard 1"]
     outcome = log.handle_staged(1, 1, 2, 0)
     members = [
-        Member(worker=0, incarnation=1, weight=3.0, samples=0.0),
-        Member(worker=1, incarnation=2, weight=1.0, samples=0.0),
+        WeightedContribution(worker=0, incarnation=1, weight=3.0, samples=0.0),
+        WeightedContribution(worker=1, incarnation=2, weight=1.0, samples=0.0),
     ]
     assert outcome.entries == [Combine(iteration=0, members=members)]
     assert [(r.worker, r.incarnation, r.message) for r in outcome.replies] == [
@@ -86,7 +86,7 @@ def test_an_iteration_is_combined_when_all_are_staged_everywhere_and_stepped_whe
     assert log.waiting_for() == ["worker 1, to step iteration 0"]
     stepped = log.handle_step(1, say(2, 0, scale=0.5, edited=[2]))
     assert stepped.entries == [
-        Step(iteration=0, scale=0.5, hyperparameters=LR, edited=[2], editor=0, accepted=True)
+        StepWithMean(iteration=0, scale=0.5, hyperparameters=LR, edited=[2], editor=0, accepted=True)
     ]
 
 
@@ -233,7 +233,7 @@ def test_a_member_fenced_before_the_mean_is_left_out_and_one_fenced_after_counts
     assert log.used.of(1, 2).used == []
     assert log.used.of(2, 3).used == [Used(sampler=0, epoch=0, start=30, stop=31)]
     assert log.used.of(2, 3).iteration == 1
-    assert isinstance(log.handle_step(0, say(1, 0)).entries[0], Step)
+    assert isinstance(log.handle_step(0, say(1, 0)).entries[0], StepWithMean)
     assert log.handle_commit(2, commit(3, 1)).refused
     assert log.handle_join(2, 3).refused
 
@@ -295,7 +295,7 @@ def test_an_iteration_whose_workers_all_died_begins_anew_and_a_mean_without_any_
     contribute(log, 0, 2, 0)
     outcome = log.handle_fence(0, 2)
     (_, step) = outcome.entries
-    assert isinstance(step, Step)
+    assert isinstance(step, StepWithMean)
     assert not step.accepted
     assert log.handle_join(0, 3).entries == [Joined(worker=0, incarnation=3, clock=1)]
 
@@ -311,7 +311,7 @@ def test_the_word_of_one_who_died_after_it_said_step_counts() -> None:
     log.handle_fence(0, 1)
     assert log.handle_step(1, say(2, 1, edited=[5])).refused
     (step,) = log.handle_step(1, say(2, 1, edited=[4])).entries
-    assert isinstance(step, Step)
+    assert isinstance(step, StepWithMean)
     assert step.editor == 0
 
 
@@ -449,7 +449,7 @@ def test_shards_without_trainable_chunks_are_not_waited_for() -> None:
         assert all(
             not action.chunks for action in empty.handle_entry(entry) if isinstance(action, ApplyChunks)
         )
-    assert Pulls(empty).ask(Asked(0, Pull(incarnation=1, clock=1)))
+    assert Pulls(empty).ask(PullRequest(0, Pull(incarnation=1, clock=1)))
 
 
 def test_the_log_forgets_what_all_have() -> None:

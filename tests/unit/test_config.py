@@ -14,7 +14,7 @@ from atoll.core.errors import ConfigError, UserError
 from atoll.core.memory import Budgets, Memory, Pins, check_folder
 from atoll.core.units import format_bytes, format_seconds, parse_bytes, parse_seconds
 from atoll.ltp import settings as settings_module
-from atoll.ltp.settings import Settings
+from atoll.ltp.settings import LtpSettings
 from atoll.server.options import ServerOptions
 from atoll.wire import datagrams
 
@@ -351,7 +351,7 @@ def test_the_link_is_resolved() -> None:
 
 def test_the_links_defaults_are_the_transports() -> None:
     """Who sets nothing should get the transport that is documented."""
-    own, settings = LinkOptions(), Settings()
+    own, settings = LinkOptions(), LtpSettings()
     for name in ("fill", "fill_above", "usable", "target_loss"):
         assert getattr(own, name) == getattr(settings, name), name
     assert MOST_STRIPES == datagrams.MOST_STRIPES

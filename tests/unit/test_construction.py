@@ -36,7 +36,7 @@ ALLOWED = {
         "train/sync/peersparameters.py: LocalParameters.attach: self.memory",
     ],
     "a gradient moves, and who has the proxy reads it where it lies now": [
-        "memory/gradients.py: Slot.leave: proxy.source",
+        "memory/gradients.py: GradientSlot.leave: proxy.source",
         "memory/proxies.py: GradientProxy.of: proxy.source",
         "memory/sharedgradients.py: _SharedSlot.leave: proxy.source",
     ],

@@ -12,7 +12,7 @@ import pytest
 
 from atoll.core.config import Config
 from atoll.lab import topology
-from atoll.ltp.settings import Settings
+from atoll.ltp.settings import LtpSettings
 from atoll.wire import datagrams
 from generate import HOW, page_of_keys
 
@@ -159,7 +159,7 @@ def test_the_datagrams_of_the_page_are_the_code_s() -> None:
 def test_every_setting_of_the_transport_is_documented() -> None:
     text = (ROOT / "docs" / "ltp.md").read_text(encoding="utf-8")
     given = dict(re.findall(r"^\| `(\w+)` \| ([^ |]+) \|", text, re.MULTILINE))
-    for name, value in vars(Settings()).items():
+    for name, value in vars(LtpSettings()).items():
         if isinstance(value, (str, bool)):
             assert given[name] == ("on" if value is True else f"`{value}`"), name
         else:

@@ -16,7 +16,7 @@ from atoll.exchange.link import Handler
 from atoll.net.tunnel import Lossy
 from atoll.tensors.binding import BoundChunk, bind_model, specs_of
 from atoll.train.gradients.reducer import Calls
-from atoll.train.gradients.samples import Contribution
+from atoll.train.gradients.samples import ContributionWeight
 from atoll.train.sync.answers import NewParameters
 from atoll.train.sync.connection import Connection
 from atoll.train.sync.serving import serve_alone
@@ -137,7 +137,7 @@ class Pipelined:
             worker=0,
         )
         calls = Calls(
-            lambda: None, lambda _: Contribution(2.0, 2.0), lambda _own, _samples: None, lambda: None
+            lambda: None, lambda _: ContributionWeight(2.0, 2.0), lambda _own, _samples: None, lambda: None
         )
         self.exchange = serve_alone("asp", bound, connection, calls, pipeline=1)
         self.bound, self.connection = bound, connection

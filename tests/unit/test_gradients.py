@@ -22,16 +22,16 @@ from atoll.train.checkpoint.buffers import ModelBuffers
 from atoll.train.gradients.agreement import Ballot
 from atoll.train.gradients.alike import Treatments
 from atoll.train.gradients.clipping import GradientNorm
-from atoll.train.gradients.messages import Message, Tail, lay_messages
+from atoll.train.gradients.messages import Bucket, Tail, lay_messages
 from atoll.train.gradients.reducer import Calls
-from atoll.train.gradients.samples import Contribution
+from atoll.train.gradients.samples import ContributionWeight
 from atoll.train.group.rounds import Ring
 from support.pool import ring_of_one
 
 
 def messages_of(
     sizes: list[tuple[int, torch.dtype]], chunk: int, at_least: int, more: int = 0
-) -> list[Message]:
+) -> list[Bucket]:
     """The messages of parameters of these sizes (elements) in chunks of `chunk` bytes."""
     parameters = {f"p{i}": nn.Parameter(torch.ones(n, dtype=kind)) for i, (n, kind) in enumerate(sizes)}
     layout = lay_out(specs_of(parameters, dict.fromkeys(parameters.values(), "0")), chunk_bytes=chunk)
@@ -86,7 +86,7 @@ def test_what_a_member_says_and_hears_is_what_it_is_though_it_is_packed_once() -
     model, at = nn.BatchNorm1d(3), [Epoch()]
     calls = Calls(
         arm=lambda: None,
-        contribution=lambda _: Contribution(0.0, 0.0),
+        contribution=lambda _: ContributionWeight(0.0, 0.0),
         committed=lambda _own, _samples: None,
         leaving=lambda: None,
         epoch=lambda: at[-1],
@@ -96,7 +96,7 @@ def test_what_a_member_says_and_hears_is_what_it_is_though_it_is_packed_once() -
     ring = Ring(Seat(ring_of_one()), torch.device("cpu"), 10.0)
     kept, tail, dirty = Ballot(ring, owner, calls, treatments), Tail(message), [0.0]
 
-    def same(own: Contribution, awaited: bool = False) -> None:
+    def same(own: ContributionWeight, awaited: bool = False) -> None:
         owner.steps += 1
         said = kept.said(own, bounds, dirty, awaited=awaited)
         new = Ballot(ring, owner, calls, treatments)
@@ -118,30 +118,30 @@ def test_what_a_member_says_and_hears_is_what_it_is_though_it_is_packed_once() -
         treatments.stepped(owner.steps)
 
     for _ in range(2):
-        same(Contribution(4.0, 4.0))
-        same(Contribution(4.0, 4.0))
+        same(ContributionWeight(4.0, 4.0))
+        same(ContributionWeight(4.0, 4.0))
         first.grad = torch.zeros(first.shape)
-        same(Contribution(4.0, 4.0))
+        same(ContributionWeight(4.0, 4.0))
         second.grad = torch.zeros(second.shape)
-        same(Contribution(4.0, 3.0))
-        same(Contribution(4.0, 3.0, GUESSED))
-        same(Contribution(4.0, 3.0, GUESSED), awaited=True)
+        same(ContributionWeight(4.0, 3.0))
+        same(ContributionWeight(4.0, 3.0, GUESSED))
+        same(ContributionWeight(4.0, 3.0, GUESSED), awaited=True)
         dirty[0] = 1.0
-        same(Contribution(4.0, 3.0))
+        same(ContributionWeight(4.0, 3.0))
         dirty[0] = 0.0
         treatments.clipped(1.0, 2.0)
-        same(Contribution(0.0, 0.0))
+        same(ContributionWeight(0.0, 0.0))
         treatments.shown()
         second.grad.add_(1.0)
         treatments.steps()
-        same(Contribution(2.0, 2.0))
+        same(ContributionWeight(2.0, 2.0))
         settings["lr"] /= 2
         treatments.steps()
-        same(Contribution(2.0, 2.0))
+        same(ContributionWeight(2.0, 2.0))
         at.append(Epoch(len(at), "train.py:3"))
-        same(Contribution(2.0, 2.0))
+        same(ContributionWeight(2.0, 2.0))
         model.running_mean.add_(1.0)  # type: ignore[operator, union-attr]
-        same(Contribution(2.0, 2.0))
+        same(ContributionWeight(2.0, 2.0))
         first.grad = second.grad = None
 
 

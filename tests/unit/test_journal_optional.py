@@ -13,13 +13,13 @@ import pytest
 
 from atoll.server.durability import Durability
 from atoll.server.journal import Folder, Journal, JournalError, read_segments
-from atoll.server.records import Begun, Told
+from atoll.server.records import Begun, HandledMessage
 
 PAYLOAD = bytes(2**19)  # of one record: more than the shard's own thread writes
 
 
-def told(number: int) -> Told:
-    return Told("worker", number, 1, msgspec.Raw(b"\x80"), 0)
+def told(number: int) -> HandledMessage:
+    return HandledMessage("worker", number, 1, msgspec.Raw(b"\x80"), 0)
 
 
 class Disk:
@@ -89,7 +89,7 @@ def test_a_broken_journal_lets_go_and_is_mended(
     journal.close()
     records = [record for record, _ in read_segments(folder, again)]
     assert isinstance(records[0], Begun)
-    assert [record.index for record in records if isinstance(record, Told)] == [5]
+    assert [record.index for record in records if isinstance(record, HandledMessage)] == [5]
     folder.close()
 
 

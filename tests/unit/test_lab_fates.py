@@ -15,7 +15,7 @@ import pytest
 
 from atoll.core.errors import ConfigError
 from atoll.lab.emulator import Emulator, available, fates, fates_array
-from atoll.lab.topology import Link, Phase, Site, Topology
+from atoll.lab.topology import LabLink, Phase, Site, Topology
 
 pytestmark = pytest.mark.skipif(bool(available()), reason=available() or "built")
 
@@ -29,12 +29,12 @@ CLEAN = Phase(
 Floats = npt.NDArray[np.float64]
 
 
-def link(*phases: Phase, **qualities: object) -> Link:
+def link(*phases: Phase, **qualities: object) -> LabLink:
     """A link of `phases`, or of one that is CLEAN but for `qualities`."""
-    return Link(0, 1, phases or (replace(CLEAN, **qualities),))  # type: ignore[arg-type]
+    return LabLink(0, 1, phases or (replace(CLEAN, **qualities),))  # type: ignore[arg-type]
 
 
-def decide(made: Link, times: Floats, size: int = MTU, seed: int = 1, index: int = 0) -> npt.NDArray[Any]:
+def decide(made: LabLink, times: Floats, size: int = MTU, seed: int = 1, index: int = 0) -> npt.NDArray[Any]:
     return fates_array(made, seed, index, times, np.full(len(times), size))
 
 
@@ -42,7 +42,7 @@ def steady(count: int, gap: float = SLOT) -> Floats:
     return np.arange(count) * gap
 
 
-def delays(made: Link, times: Floats, size: int = MTU, seed: int = 1) -> Floats:
+def delays(made: LabLink, times: Floats, size: int = MTU, seed: int = 1) -> Floats:
     """Seconds from when each packet has left to when it arrives, less the link's delay."""
     fate = decide(made, times, size, seed)
     assert not fate["verdict"].any()
@@ -196,7 +196,7 @@ def test_faults_do_not_depend_on_each_other() -> None:
 # -- the queue and the rate --------------------------------------------------------------------------------
 
 
-def verdicts(made: Link, packets: Sequence[tuple[float, int]]) -> list[str]:
+def verdicts(made: LabLink, packets: Sequence[tuple[float, int]]) -> list[str]:
     return [fate.lost_by for fate in fates(made, 1, 0, packets)]
 
 

@@ -20,7 +20,7 @@ from types import TracebackType
 import pytest
 
 from atoll.lab.emulator import Emulator, available, fates
-from atoll.lab.topology import Link, Phase, Site, Topology
+from atoll.lab.topology import LabLink, Phase, Site, Topology
 
 pytestmark = pytest.mark.skipif(bool(available()), reason=available() or "built")
 
@@ -133,7 +133,7 @@ class Rig:
         sites = tuple(
             Site(name, i, 1, (1.0,), end) for i, (name, end) in enumerate(zip("ab", ends, strict=True), 1)
         )
-        self.topology = Topology(3, sites, (Link(0, 1, phases),))
+        self.topology = Topology(3, sites, (LabLink(0, 1, phases),))
 
     def __enter__(self) -> Rig:
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]

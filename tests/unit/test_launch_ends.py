@@ -24,7 +24,7 @@ from atoll.launch.launcher import WorkerEnd, culprit_of, launcher_command, write
 from atoll.launch.processes import start_process
 from atoll.launch.restarts import Pauses
 from atoll.launch.services import SERVICE_RESTARTS
-from atoll.launch.workers import Workers
+from atoll.launch.workers import WorkerLaunches
 from atoll.observe.journal import Journal, JournalReader
 from atoll.observe.rundir import RunDirectory
 
@@ -74,7 +74,7 @@ def test_a_node_of_several_workers_is_one_launch(tmp_path: Path) -> None:
     launch = processes.launch(directory, config)
     assert processes.started == ["the hub", "node 0", "node 1", "node 2"]
     assert (launch.seen().first, launch.seen().life) == (0, 0)
-    workers = Workers(directory, config, ["train.py"])
+    workers = WorkerLaunches(directory, config, ["train.py"])
     assert [workers.lead(rank) for rank in workers.order] == [0, 2, 4]
     workers.restarts[1] += 1
     assert [workers.restarts[workers.rank_of(worker)] for worker in range(6)] == [0, 0, 1, 1, 0, 0]

@@ -17,7 +17,7 @@ from atoll.core.errors import CheckpointError, RunError, UserError
 from atoll.store.leases import Leases
 from atoll.train.data.epochs import epoch_of
 from atoll.train.data.leased_sampler import FIRST_LEASE, LeasedBatches, LeasedSampler
-from atoll.train.data.order import Order
+from atoll.train.data.order import SampleOrder
 from atoll.train.data.sampler import ShardedSampler
 from atoll.wire.messages import Lease, Leased
 
@@ -495,7 +495,7 @@ def test_it_goes_on_from_a_sharded_samplers_deal_in_which_parts_are_left() -> No
     sampler = office.sampler(0, 40, seed=9)
     sampler.load_state_dict(state)
     given = train(office, 0, sampler, 4)
-    orders = [Order(40, 3, True).of(epoch).tolist() for epoch in range(2)]
+    orders = [SampleOrder(40, 3, True).of(epoch).tolist() for epoch in range(2)]
     expected = orders[0][2:5] + orders[1][4:6] + orders[1][20:21] + orders[1][30:]
     assert sorted(given) == sorted(expected)
     assert len(train(office, 0, sampler, 4)) == 40  # the next epoch, whole
@@ -516,7 +516,7 @@ def test_one_that_enters_leases_of_the_same_order() -> None:
     newcomer.load_deal_state(state)
     office.die(0)
     had += train(office, 1, newcomer, 4)
-    assert sorted(had) == sorted(Order(40, 3, True).of(2).tolist()[10:])
+    assert sorted(had) == sorted(SampleOrder(40, 3, True).of(2).tolist()[10:])
     with pytest.raises(CheckpointError, match="loaded -1 times"):
         newcomer.check_deal_state({**state, "loads": -1})
     for pending in ([-1], [1.5], "12", list(range(2000))):

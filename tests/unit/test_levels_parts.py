@@ -12,7 +12,7 @@ from atoll.launch.checks import check_run
 from atoll.launch.workers import sites_of
 from atoll.server.gathered import merge_untrusted, pack, unpack_untrusted
 from atoll.server.siteplace import in_sites
-from atoll.store.entries import Combine, Joined, Step
+from atoll.store.entries import Combine, Joined, StepWithMean
 from atoll.store.leases import Leases, Progress
 from atoll.store.log import CommitLog
 from atoll.store.members import Membership
@@ -59,10 +59,10 @@ def test_one_who_waits_in_a_meeting_is_passed_over_and_joins_anew() -> None:
     assert members_of(contribute(log, 1, 1)) == [[0, 1]]
     assert step(log, 0, 1) == []
     (stepped,) = step(log, 1, 1)
-    assert isinstance(stepped, Step)
+    assert isinstance(stepped, StepWithMean)
     log.handle_idle(1, 2, True)
     assert members_of(contribute(log, 0, 2)) == [[0]]
-    assert [type(entry) for entry in step(log, 0, 2)] == [Step]
+    assert [type(entry) for entry in step(log, 0, 2)] == [StepWithMean]
     assert log.next_iteration == 3
     # The meeting is over: all go on together.
     log.handle_idle(0, 1, True)
@@ -82,7 +82,7 @@ def test_a_mean_waits_for_the_word_of_a_member_in_a_meeting() -> None:
     assert step(log, 1, 0) == []
     assert log.waiting_for() == ["worker 0, to step iteration 0"]
     log.handle_idle(0, 1, False)
-    assert [type(entry) for entry in step(log, 0, 0)] == [Step]
+    assert [type(entry) for entry in step(log, 0, 0)] == [StepWithMean]
 
 
 def test_one_who_returns_between_mean_and_step_joins_with_the_next_iteration() -> None:
@@ -100,7 +100,7 @@ def test_when_the_only_one_who_goes_on_dies_its_iteration_ends_with_it() -> None
     log.handle_idle(0, 1, True)
     contribute(log, 1, 0)
     entries = log.handle_fence(1, 2).entries
-    assert [type(entry) for entry in entries][1:] == [Step]
+    assert [type(entry) for entry in entries][1:] == [StepWithMean]
     assert not log.is_over
     assert log.handle_idle(0, 1, False).entries == [Joined(worker=0, incarnation=1, clock=1)]
     assert members_of(contribute(log, 0, 1)) == [[0]]
@@ -146,7 +146,9 @@ def test_one_who_follows_holds_nobody_up_and_contradicts_nobody(first: bool) -> 
         assert step(log, 1, 0) == []
         entries = follow(log, 0, 0)
     assert entries == [
-        Step(iteration=0, scale=1.0, hyperparameters=[], edited=[], editor=-1, accepted=True, nobody=False)
+        StepWithMean(
+            iteration=0, scale=1.0, hyperparameters=[], edited=[], editor=-1, accepted=True, nobody=False
+        )
     ]
     assert follow(log, 0, 0) == []  # said again, when it is over
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(log), type=CommitLog)
@@ -159,7 +161,7 @@ def test_where_all_follow_the_step_is_left_out() -> None:
     contribute(log, 1, 0)
     assert follow(log, 0, 0) == []
     (left_out,) = follow(log, 1, 0)
-    assert isinstance(left_out, Step)
+    assert isinstance(left_out, StepWithMean)
     assert (left_out.accepted, left_out.nobody) == (False, True)
 
 

@@ -13,8 +13,8 @@ from atoll.net.linkoptions import LinkTestOptions
 from atoll.net.linkreport import (
     Clocks,
     LinkReport,
-    Outcome,
     Packets,
+    TransportResult,
     Turn,
     advise,
     nearest_rank,
@@ -24,8 +24,8 @@ from atoll.net.linkreport import (
 SIZE = 20_000_000
 
 
-def outcome(name: str, *seconds: float, size: int = SIZE) -> Outcome:
-    return Outcome(name, "", size, [Turn(each, size) for each in seconds])
+def outcome(name: str, *seconds: float, size: int = SIZE) -> TransportResult:
+    return TransportResult(name, "", size, [Turn(each, size) for each in seconds])
 
 
 # -- clocks
@@ -86,7 +86,7 @@ def test_packets_of_the_warm_up_do_not_count() -> None:
 def test_a_report_is_one_json_document_and_a_table_of_words() -> None:
     report = LinkReport("tcp://h:1", SIZE, 0.2, 0.0402, [outcome("ltp", 0.21), outcome("tcp", 0.5, 13.0)])
     report.outcomes[1].stopped = "2 of 20 transfers: they took more than 10 s (--budget)"
-    report.outcomes.append(Outcome("tcp:cubic", "cubic", SIZE, stopped="a transfer was not usable"))
+    report.outcomes.append(TransportResult("tcp:cubic", "cubic", SIZE, stopped="a transfer was not usable"))
     made = json.loads(json.dumps(report.to_json()))
     assert (made["take"], made["bytes"], made["round_trip"]) == ("ltp", SIZE, 0.0402)
     assert [each["transfers"] for each in made["transports"]] == [1, 2, 0]
@@ -162,8 +162,8 @@ def test_the_advice_names_transfers_that_were_handed_on_with_too_little() -> Non
     whole = Turn(1.0, SIZE, lows=100, lows_there=97)
     for tcp in ([outcome("tcp", 2.0, 2.0)], [outcome("tcp", 1.0, 2.0)], []):
         for turns, words in (([short, whole], "; but 1 of its 2 transfers"), ([whole, whole], "")):
-            other = Outcome("ltp:reliable", "", SIZE, [Turn(3.0, SIZE)])
-            take, reason = advise([Outcome("ltp", "", SIZE, turns), other, *tcp])
+            other = TransportResult("ltp:reliable", "", SIZE, [Turn(3.0, SIZE)])
+            take, reason = advise([TransportResult("ltp", "", SIZE, turns), other, *tcp])
             assert take == "ltp"
             assert ("; but" in reason, words in reason) == (bool(words), True)
 

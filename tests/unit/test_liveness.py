@@ -26,7 +26,7 @@ from atoll.core.liveness import (
 from atoll.hub.decisions import Decisions, read_decisions
 from atoll.hub.options import HubOptions
 from atoll.hub.vouching import Vouchers
-from atoll.peers.settings import Settings
+from atoll.peers.settings import NodeSettings
 from atoll.peers.watch import IDLE, Watch
 from atoll.store.members import Membership
 from atoll.wire.peerviews import Life
@@ -308,7 +308,7 @@ ONE = Life(1, 1)
 def test_a_node_without_cpu_is_not_suspected() -> None:
     machine = Machine()
     vouching = machine.vouching()
-    watch = Watch(Settings(), lambda life, lack, silence, most: vouching.judge(HERE, silence, most))
+    watch = Watch(NodeSettings(), lambda life, lack, silence, most: vouching.judge(HERE, silence, most))
     watch.install(machine.now, [ONE])
     for _ in range(80):
         machine.pass_time(0.25)
@@ -317,7 +317,7 @@ def test_a_node_without_cpu_is_not_suspected() -> None:
     for _ in range(400):
         machine.pass_time(0.25)
         assert watch.suspects(machine.now, {}, {}) == {}
-        assert watch.deadline({}, {}) <= machine.now + max(AGAIN_SECONDS, Settings.silence[0])
+        assert watch.deadline({}, {}) <= machine.now + max(AGAIN_SECONDS, NodeSettings.silence[0])
     machine.ended = True
     machine.pass_time(AGAIN_SECONDS)
     (why,) = watch.suspects(machine.now, {}, {}).values()
@@ -329,7 +329,7 @@ def test_a_node_without_cpu_is_not_suspected() -> None:
 def test_a_node_that_is_heard_and_makes_no_iteration(state: str, what: str) -> None:
     """One that gets no CPU is waited for; else it is removed when its limit is over, as if nobody looked."""
     machine, lacks = Machine(), set()
-    vouching, settings = machine.vouching(), Settings(progress=(10.0, 20.0))
+    vouching, settings = machine.vouching(), NodeSettings(progress=(10.0, 20.0))
 
     def judge(_life: Life, lack: str, seconds: float, most: float) -> Judgement:
         lacks.add(lack)
@@ -372,7 +372,7 @@ def test_a_node_that_is_heard_and_makes_no_iteration(state: str, what: str) -> N
 
 
 def test_while_a_node_itself_stands_still_nobody_is_silent() -> None:
-    watch = Watch(Settings(silence=(3.5, 3.5)))
+    watch = Watch(NodeSettings(silence=(3.5, 3.5)))
     watch.install(0.0, [ONE])
     watch.handle_heard(1.0, ONE.node)
     watch.handle_absence(60.0, 58.5)

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from atoll.server.payloads import Part, weighted_mean
+from atoll.server.payloads import WeightedGradients, weighted_mean
 from atoll.store.losses import ChunkLoss, absent, told_of
-from atoll.store.shard import Contribution, Runs, ShardState
+from atoll.store.shard import Runs, ShardState, StagedContribution
 from atoll.wire.lost import Spans, flaw, spans_of
 from atoll.wire.messages import LostBlocks, run_of
 
@@ -58,7 +58,7 @@ def test_the_mean_is_over_those_who_delivered(
     losses, to the bit."""
     rng = np.random.default_rng(seed)
     gone = [spans_of(drawn(rng, extent, int(rng.integers(1, 40)), share), extent) for _ in weights]
-    parts: list[Part] = [
+    parts: list[WeightedGradients] = [
         (float(weight), contribution(rng, extent, dtype, spans), b"\1")
         for weight, spans in zip(weights, gone, strict=True)
     ]
@@ -80,7 +80,9 @@ def test_the_mean_is_over_those_who_delivered(
 
 def test_without_losses_the_mean_is_what_it_was() -> None:
     rng = np.random.default_rng(1)
-    parts: list[Part] = [(w, contribution(rng, 1000, torch.float32, NONE), b"\1") for w in (1.0, 3.0, 2.0)]
+    parts: list[WeightedGradients] = [
+        (w, contribution(rng, 1000, torch.float32, NONE), b"\1") for w in (1.0, 3.0, 2.0)
+    ]
     expected = parts[0][1] * (1 / 6)
     for weight, gradients, _ in parts[1:]:
         expected.add_(gradients, alpha=weight / 6)
@@ -91,7 +93,7 @@ def test_without_losses_the_mean_is_what_it_was() -> None:
 def test_of_one_who_alone_delivered_a_block_the_mean_is_its_own_to_the_bit() -> None:
     rng = np.random.default_rng(2)
     gone = [spans_of(lost_of([True, False], 8), 16), spans_of(lost_of([False, True], 8), 16)]
-    parts: list[Part] = [
+    parts: list[WeightedGradients] = [
         (w, contribution(rng, 16, torch.float32, spans), b"\1")
         for w, spans in zip((0.3, 0.9), gone, strict=True)
     ]
@@ -168,7 +170,9 @@ def test_a_state_from_before_there_were_losses_is_read() -> None:
         "parts": {0: (7, b"\1")},
         "runs": {1: {"shares": 2, "present": b"", "handles": {0: 8}}},
     }
-    found = msgspec.convert(msgspec.msgpack.decode(msgspec.msgpack.encode(old)), Contribution, strict=False)
+    found = msgspec.convert(
+        msgspec.msgpack.decode(msgspec.msgpack.encode(old)), StagedContribution, strict=False
+    )
     assert found.losses == {}
     assert found.runs == {1: Runs(2, b"", {0: 8})}
     state = msgspec.structs.asdict(ShardState.begin([0], "bsp", 0))

@@ -10,7 +10,7 @@ import pytest
 from atoll.ltp.acks import ACK_EVERY, Arrivals
 from atoll.ltp.flights import KeyPhase
 from atoll.ltp.metering import Meter
-from atoll.ltp.sent import ACK, CONTROL, Mark, SentRecords, Told
+from atoll.ltp.sent import ACK, CONTROL, Mark, SentRecords, SettledDatagrams
 from atoll.wire.datagrams import Acknowledgement
 
 NO_MARK = Mark(0, -1.0, 0.0, 0, False)
@@ -175,7 +175,7 @@ def test_runs_of_losses_and_several_transfers_are_told_apart() -> None:
     for number in range(10):
         sent.add(0.0, 5 if number < 5 else 6, numbers(number), 100, NO_MARK)
     sent.add(0.0, CONTROL, numbers(77), 100, NO_MARK)
-    told = Told()
+    told = SettledDatagrams()
     sent.largest_acked = 10
     sent.handle_ack(0.1, acked(10, 0, [True, False, False, True, True, False] + [True] * 5))
     sent.detect(0.1, 0.04, 0.0, 1, told)
@@ -231,7 +231,7 @@ def test_what_is_sent_while_there_is_too_little_to_send_is_said_to_be() -> None:
     meter.handle_limited(5000)
     assert meter.mark(False).limited
     ack = acked(0, 0, [True])
-    meter.handle_ack(ack, Told(acked_bytes=5000), 0.04)
+    meter.handle_ack(ack, SettledDatagrams(acked_bytes=5000), 0.04)
     assert not meter.mark(False).limited
 
 

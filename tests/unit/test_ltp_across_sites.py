@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from atoll.ltp.events import Arrived, Delivered
-from atoll.ltp.settings import Settings
+from atoll.ltp.settings import LtpSettings
 from atoll.wire.datagrams import payload_bytes
 from support.ltp import Pair
 from support.sim import LinkModel
@@ -34,7 +34,7 @@ class Path:
     def transfer(self, size: int) -> tuple[float, Arrived]:
         """Seconds until one of so many bytes was handed on; waits until nothing of it is under way."""
         pair, elements = self.pair, size // 4
-        blocks = -(-elements // (payload_bytes(Settings().datagram_bytes) // 4))
+        blocks = -(-elements // (payload_bytes(LtpSettings().datagram_bytes) // 4))
         rng = np.random.default_rng(self.sent)
         assert pair.client.session is not None
         pair.client.session.send(
@@ -93,7 +93,7 @@ def test_what_an_outage_takes_makes_no_parity() -> None:
     assert over.pair.client.session.status().lost > 100
     before = over.pair.client.sent
     over.transfer(5_000_000)
-    blocks = 5_000_000 / payload_bytes(Settings().datagram_bytes)
+    blocks = 5_000_000 / payload_bytes(LtpSettings().datagram_bytes)
     assert over.pair.client.sent - before < 1.01 * blocks
 
 

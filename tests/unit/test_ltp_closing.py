@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from atoll.ltp.closing import RULES, Seen, decide, least
-from atoll.ltp.settings import Settings
+from atoll.ltp.closing import RULES, TransferState, decide, least
+from atoll.ltp.settings import LtpSettings
 
-NOTHING = Seen(
+NOTHING = TransferState(
     highs=10,
     highs_there=0,
     lows=100,
@@ -21,8 +21,8 @@ NOTHING = Seen(
     need_over=False,
 )
 WHOLE = replace(NOTHING, highs_there=10)
-SETTINGS = Settings()
-NEAR = Settings(close_high=0.8)
+SETTINGS = LtpSettings()
+NEAR = LtpSettings(close_high=0.8)
 
 CASES = [
     ("complete", replace(WHOLE, lows_there=100), SETTINGS),
@@ -47,7 +47,7 @@ WAITS = [
 
 
 @pytest.mark.parametrize(("name", "seen", "settings"), CASES)
-def test_each_rule_holds_and_is_missed(name: str, seen: Seen, settings: Settings) -> None:
+def test_each_rule_holds_and_is_missed(name: str, seen: TransferState, settings: LtpSettings) -> None:
     verdict = decide(seen, settings)
     assert verdict.name == name
     assert verdict.reason
@@ -56,7 +56,7 @@ def test_each_rule_holds_and_is_missed(name: str, seen: Seen, settings: Settings
 
 
 @pytest.mark.parametrize(("seen", "settings"), WAITS)
-def test_what_fits_no_rule_waits(seen: Seen, settings: Settings) -> None:
+def test_what_fits_no_rule_waits(seen: TransferState, settings: LtpSettings) -> None:
     assert decide(seen, settings).name == "wait"
 
 
@@ -70,7 +70,7 @@ def test_nothing_is_handed_on_without_every_high_block() -> None:
         deadline_over=True,
         need_over=True,
     )
-    for settings in (SETTINGS, NEAR, Settings(usable=0.0, close_high=0.0)):
+    for settings in (SETTINGS, NEAR, LtpSettings(usable=0.0, close_high=0.0)):
         assert not decide(seen, settings).hands_on
 
 

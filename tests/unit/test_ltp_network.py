@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 
 from atoll.ltp.events import Lost, Migrated, Opened, StripeChanged
-from atoll.ltp.settings import Fill, Settings
+from atoll.ltp.settings import Fill, LtpSettings
 from atoll.wire.datagrams import ACK, HEADER, SEAL_BYTES, SLICE, Bytes, Kind, payload_bytes, records_of
 from atoll.wire.linkcontrol import Closed, decode_untrusted
 from support.ltp import (
@@ -32,7 +32,7 @@ from support.sim import LinkModel
 
 pytestmark = pytest.mark.check
 
-SMALL = Settings(datagram_bytes=256)  # so that a few kilobytes are a transfer of many datagrams
+SMALL = LtpSettings(datagram_bytes=256)  # so that a few kilobytes are a transfer of many datagrams
 BLOCK = payload_bytes(256) // 4  # elements
 LINK = LinkModel(rate=12.5e6, delay=0.02)  # 100 Mbit/s
 LONG = 60.0  # virtual seconds in which everything must be over
@@ -653,7 +653,7 @@ def test_replays_are_refused_from_wherever_they_come() -> None:
     ids=["slower", "faster", "longer", "shorter", "worse"],
 )
 def test_rate_and_delay_change_in_mid_transfer(before: LinkModel, after: LinkModel) -> None:
-    settings = Settings()
+    settings = LtpSettings()
     pair = opened(Pair(settings, before))
     ledger, elements = Ledger(pair), 200_000
     ledger.send(0, whole_numbers(np.random.default_rng(1), elements))  # warms it up
@@ -767,7 +767,7 @@ def dying(pair: Pair) -> tuple[Ledger, Ledger]:
 
 @pytest.mark.parametrize("who", ["client", "server"])
 def test_an_end_dies_and_the_other_says_so(who: str) -> None:
-    settings = Settings(idle_seconds=3.0)
+    settings = LtpSettings(idle_seconds=3.0)
     pair = opened(Pair(settings, LINK))
     ledgers = dying(pair)
     dead, left = (pair.client, pair.server) if who == "client" else (pair.server, pair.client)
@@ -789,7 +789,7 @@ def test_an_end_dies_and_the_other_says_so(who: str) -> None:
 
 
 def test_both_ends_die() -> None:
-    pair = opened(Pair(Settings(idle_seconds=3.0), LINK))
+    pair = opened(Pair(LtpSettings(idle_seconds=3.0), LINK))
     dying(pair)
     pair.kill(pair.client)
     pair.kill(pair.server)
@@ -798,7 +798,7 @@ def test_both_ends_die() -> None:
 
 
 def test_the_path_dies_and_both_ends_say_so() -> None:
-    pair = opened(Pair(Settings(idle_seconds=3.0), LINK))
+    pair = opened(Pair(LtpSettings(idle_seconds=3.0), LINK))
     dying(pair)
     pair.network.change("client", "server", replace(LINK, down=True))
     pair.network.change("server", "client", replace(LINK, down=True))
@@ -811,7 +811,7 @@ def test_the_path_dies_and_both_ends_say_so() -> None:
 @pytest.mark.parametrize("who", ["client", "server"])
 @pytest.mark.parametrize("lost", [False, True])
 def test_an_end_closes_and_the_other_knows_why(who: str, lost: bool) -> None:
-    pair = opened(Pair(Settings(idle_seconds=3.0), LINK))
+    pair = opened(Pair(LtpSettings(idle_seconds=3.0), LINK))
     dying(pair)
     closer, other = (pair.client, pair.server) if who == "client" else (pair.server, pair.client)
     assert closer.session

@@ -9,10 +9,10 @@ import pytest
 
 from atoll.ltp.filling import LastValues
 from atoll.ltp.order import high_indices
-from atoll.ltp.rates import Seen, decide
+from atoll.ltp.rates import PathLoss, decide
 from atoll.ltp.receiving import ArrivalRate, Incoming
 from atoll.ltp.sending import Outgoing
-from atoll.ltp.settings import Settings
+from atoll.ltp.settings import LtpSettings
 from atoll.ltp.target import Target, _fit
 from atoll.wire.datagrams import SEAL_BYTES, Datagrams, Kind
 
@@ -24,12 +24,12 @@ RTT = 0.04
 
 def test_loss_above_the_fill_threshold_is_halved_whatever_the_target() -> None:
     """A target above the threshold does not make the row of small losses hold beside that of large ones."""
-    row = decide(Seen(lost=300, counted=1000, quiet_rounds=0, target=0.5, fill_above=0.03))
+    row = decide(PathLoss(lost=300, counted=1000, quiet_rounds=0, target=0.5, fill_above=0.03))
     assert row.action == "halved"
 
 
 def test_of_nothing_nothing_is_lost() -> None:
-    assert Seen(lost=0, counted=0, quiet_rounds=0, target=0.01, fill_above=0.03).loss == 0.0
+    assert PathLoss(lost=0, counted=0, quiet_rounds=0, target=0.01, fill_above=0.03).loss == 0.0
 
 
 # -- early close -------------------------------------------------------------------------------------------
@@ -39,7 +39,7 @@ class Stream:
     """A transfer of 400 blocks, 40 of them high, that comes a block each millisecond (10 ms between the high
     ones) but for those that are left out."""
 
-    def __init__(self, settings: Settings = Settings(datagram_bytes=256)) -> None:  # noqa: B008
+    def __init__(self, settings: LtpSettings = LtpSettings(datagram_bytes=256)) -> None:  # noqa: B008
         values = np.arange(400 * 44, dtype=np.float32)
         high = np.zeros(400, dtype=bool)
         high[9::10] = True
@@ -131,7 +131,7 @@ def test_a_pause_is_one_by_the_longer_of_round_trip_and_span(srtt: float, gap: f
 
 @pytest.mark.parametrize(("elements", "fill"), [(400 * 44, "last"), (400 * 44 - 1, "zero"), (0, "zero")])
 def test_last_values_fill_only_a_chunk_of_the_same_length(elements: int, fill: str) -> None:
-    stream = Stream(Settings(datagram_bytes=256, fill="last"))
+    stream = Stream(LtpSettings(datagram_bytes=256, fill="last"))
     stream.come(0, 400, tuple(set(range(200)) - set(stream.high.tolist())))
     assert stream.judge(9.0) == "deadline"
     last = np.full(elements, 7, np.float32) if elements else None

@@ -15,8 +15,8 @@ from atoll.ltp import arriving, flights
 from atoll.ltp.arriving import Receiver
 from atoll.ltp.outbox import Handled
 from atoll.ltp.sending import Outgoing
-from atoll.ltp.session import Arrived, Asked, Burst, Delivered, Lost, Migrated, Opened, Refused, Session
-from atoll.ltp.settings import Fill, Settings
+from atoll.ltp.session import Arrived, Asked, Burst, Delivered, Lost, LtpSession, Migrated, Opened, Refused
+from atoll.ltp.settings import Fill, LtpSettings
 from atoll.wire.datagrams import HEADER, NOT_SAID, SEAL_BYTES, SLICE, Datagrams, Kind, records_of
 from atoll.wire.linkcontrol import Closed, decode_untrusted
 from ltp_wire import EXTENTS, Wire
@@ -114,7 +114,7 @@ def test_an_opening_of_which_datagrams_are_lost_comes_in_the_end(lost: int) -> N
 
 
 def test_an_idle_session_is_kept_alive() -> None:
-    wire = opened(Wire(Settings(idle_seconds=3.0)))
+    wire = opened(Wire(LtpSettings(idle_seconds=3.0)))
     sent = len(wire.sent)
     wire.run(lambda: wire.now > 30.0)
     assert not wire.got(True, Lost)
@@ -123,7 +123,7 @@ def test_an_idle_session_is_kept_alive() -> None:
 
 
 def test_no_answer_ends_the_session_and_says_so() -> None:
-    wire = Wire(Settings(idle_seconds=2.0), drop=losing(1.1))
+    wire = Wire(LtpSettings(idle_seconds=2.0), drop=losing(1.1))
     start(wire)
     wire.run(lambda: bool(wire.got(True, Lost)))
     (lost,) = wire.got(True, Lost)
@@ -136,7 +136,7 @@ def test_no_answer_ends_the_session_and_says_so() -> None:
 
 
 def test_a_transfer_with_all_high_blocks_is_handed_on_when_nothing_comes_any_more() -> None:
-    settings = Settings(datagram_bytes=256, idle_seconds=2.0)
+    settings = LtpSettings(datagram_bytes=256, idle_seconds=2.0)
     outgoing = Outgoing(settings, 1, 0, 0, some_values(40_000), None, False)
     taken = outgoing.take(0.0, 2000)
     assert taken is not None
@@ -164,7 +164,7 @@ def test_a_transfer_with_all_high_blocks_is_handed_on_when_nothing_comes_any_mor
 )
 def test_settings_out_of_range_are_named(wrong: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=f"^{next(iter(wrong))} = "):
-        Settings(**wrong)
+        LtpSettings(**wrong)
 
 
 @pytest.mark.parametrize(("chunk", "iteration"), [(-1, 0), (2**32, 0), (0, -1), (0, 2**32)])
@@ -193,7 +193,7 @@ def test_a_window_does_not_begin_before_there_is_an_address() -> None:
 
 @pytest.mark.parametrize("client", [True, False])
 def test_an_end_that_dies_is_noticed_and_its_transfers_are_dropped(client: bool) -> None:
-    wire = opened(Wire(Settings(idle_seconds=2.0)))
+    wire = opened(Wire(LtpSettings(idle_seconds=2.0)))
     start(wire, client=client)
     wire.run(lambda: sum(len(burst.frames) for end, burst in wire.sent if end == client) > 60)
     wire.drop = lambda end, burst, now: np.full(len(burst.frames), end == client)
@@ -226,7 +226,7 @@ def without_the_word_on(transfer: int):
 
 @pytest.mark.parametrize("fill", ["zero", "last"])
 def test_what_waits_for_an_earlier_word_is_told_at_the_end(fill: Fill) -> None:
-    settings = Settings(fill=fill, fill_above=0.0, target_loss=0.0, usable=0.5, repair_low=False)
+    settings = LtpSettings(fill=fill, fill_above=0.0, target_loss=0.0, usable=0.5, repair_low=False)
     wire, word, some = opened(Wire(settings)), without_the_word_on(2), losing(0.1)
     start(wire)
     wire.run(lambda: both_done(wire, 1))
@@ -254,8 +254,8 @@ def test_what_waits_for_an_earlier_word_is_told_at_the_end(fill: Fill) -> None:
 )
 def test_stripes_and_paths_must_fit(stripes: int, client: bool, paths: list[str]) -> None:
     with pytest.raises(UserError):
-        Session(
-            Settings(), session=1, client=client, stripes=stripes, extents=None,
+        LtpSession(
+            LtpSettings(), session=1, client=client, stripes=stripes, extents=None,
             rng=np.random.default_rng(0), now=0.0, paths=paths,
         )  # fmt: skip
 
@@ -285,7 +285,7 @@ def test_most_of_what_is_not_data_may_be_lost(kind: Kind) -> None:
 
 
 def test_early_stops_the_low_blocks_that_are_not_sent() -> None:
-    settings = Settings(usable=0.5, initial_rate=2e5)
+    settings = LtpSettings(usable=0.5, initial_rate=2e5)
     wire = opened(Wire(settings))
     high = np.zeros(122, dtype=bool)
     values = some_values()
@@ -299,7 +299,7 @@ def test_early_stops_the_low_blocks_that_are_not_sent() -> None:
 
 
 def test_several_transfers_follow_one_another_and_repairs_go_first() -> None:
-    wire = opened(Wire(Settings(redundancy=False), drop=losing(0.1)))
+    wire = opened(Wire(LtpSettings(redundancy=False), drop=losing(0.1)))
     sent = [start(wire) for _ in range(20)]
     wire.run(lambda: both_done(wire, 20))
     arrived = sorted(wire.got(False, Arrived), key=lambda each: each.transfer)
@@ -335,7 +335,7 @@ def test_a_window_of_unclosed_transfers_is_not_passed() -> None:
 
 
 def test_last_values_fill_as_the_sender_knows_them() -> None:
-    settings = Settings(fill="last", fill_above=0.0, target_loss=0.0, repair_low=False)
+    settings = LtpSettings(fill="last", fill_above=0.0, target_loss=0.0, repair_low=False)
     wire = opened(Wire(settings, drop=losing(0.1)))
     kept = np.zeros(40_000, dtype=np.float32)
     for count in range(1, 5):

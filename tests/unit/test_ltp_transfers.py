@@ -13,7 +13,7 @@ from atoll.ltp.closing import least
 from atoll.ltp.order import Extent, high_indices, places_of
 from atoll.ltp.receiving import ArrivalRate, BadTransferError, Incoming
 from atoll.ltp.sending import Outgoing
-from atoll.ltp.settings import Settings
+from atoll.ltp.settings import LtpSettings
 from atoll.wire.datagrams import (
     HEADER,
     HIGH,
@@ -26,7 +26,7 @@ from atoll.wire.datagrams import (
 )
 from atoll.wire.linkcontrol import closed_of
 
-SETTINGS = Settings(datagram_bytes=256)
+SETTINGS = LtpSettings(datagram_bytes=256)
 BLOCK = 44  # elements of float32
 RTT = 0.04
 
@@ -43,7 +43,7 @@ def some_high(blocks: int, every: int = 5) -> np.ndarray:
 
 def outgoing(
     blocks: int = 40,
-    settings: Settings = SETTINGS,
+    settings: LtpSettings = SETTINGS,
     loss: float = 0.0,
     tail: int = 10**6,
     apart: float = 0.0,
@@ -72,7 +72,7 @@ def some_rows(batch: Datagrams, rows: np.ndarray) -> Datagrams:
 
 
 def incoming(
-    batch: Datagrams, settings: Settings = SETTINGS, elements: int | None = None, most: int = 2**20
+    batch: Datagrams, settings: LtpSettings = SETTINGS, elements: int | None = None, most: int = 2**20
 ) -> Incoming:
     extent = None if elements is None else Extent(elements, np.dtype(np.float32))
     return Incoming(settings, batch.slices[0], batch.elements.shape[1], extent, most, 0.0)
@@ -179,7 +179,7 @@ def test_of_low_blocks_no_more_go_again_than_make_it_usable(lost: int, again: in
     sent_by(transfer)
     transfer.handle_lost(low[:lost])
     assert sum(len(items) for items, _ in sent_by(transfer)) == again
-    strict = outgoing(blocks=128, settings=Settings(datagram_bytes=256, repair_low=False))
+    strict = outgoing(blocks=128, settings=LtpSettings(datagram_bytes=256, repair_low=False))
     sent_by(strict)
     strict.handle_lost(low[:50])
     assert not sent_by(strict)
@@ -209,7 +209,7 @@ def test_early_ends_low_blocks_and_not_high_ones() -> None:
 
 @pytest.mark.parametrize(("close_high", "again"), [(1.0, 0), (0.5, 1)])
 def test_after_early_a_lost_high_block_goes_only_if_not_all_were_there(close_high: float, again: int) -> None:
-    transfer = outgoing(settings=Settings(datagram_bytes=256, close_high=close_high))
+    transfer = outgoing(settings=LtpSettings(datagram_bytes=256, close_high=close_high))
     sent_by(transfer)
     transfer.handle_early("test")
     transfer.handle_lost(high_indices(40, transfer.highs)[:1])
@@ -359,7 +359,7 @@ def test_lost_low_blocks_go_again_where_their_group_cannot_be_restored_any_more(
 
 @pytest.mark.parametrize(("redundancy", "loss"), [(False, 0.05), (True, 0.0)])
 def test_there_is_no_parity_where_none_is_wanted(redundancy: bool, loss: float) -> None:
-    transfer = outgoing(settings=Settings(datagram_bytes=256, redundancy=redundancy), loss=loss)
+    transfer = outgoing(settings=LtpSettings(datagram_bytes=256, redundancy=redundancy), loss=loss)
     assert all(batch.kind is Kind.DATA for _, batch in sent_by(transfer))
 
 

@@ -28,7 +28,7 @@ from atoll.core.errors import DeadlineError, RunError, UserError
 from atoll.core.memory import Memory
 from atoll.memory.arena import Arena
 from atoll.memory.disk import PAGE, DiskFile
-from atoll.memory.store import Key, Store
+from atoll.memory.store import Key, PayloadStore
 from atoll.moves.cache import Policy
 from atoll.moves.search import blocks_at_once
 
@@ -38,19 +38,19 @@ NUMEL = PAGE // 4  # of float32, in one block
 @contextmanager
 def store_of(
     host: int, disk: int, policy: Policy = "belady", poison: bool = False, seconds: float = 60.0
-) -> Iterator[Store]:
+) -> Iterator[PayloadStore]:
     """A store of so many blocks of one page; no disk tier where `disk` is 0."""
     with tempfile.TemporaryDirectory() as folder:
         arena = Arena(host * PAGE, PAGE, poison=poison)
         file = DiskFile(folder, disk * PAGE, PAGE) if disk else None
-        store = Store(arena, file, policy, seconds)
+        store = PayloadStore(arena, file, policy, seconds)
         try:
             yield store
         finally:
             store.close()
 
 
-def filled(store: Store, count: int, numel: int = NUMEL) -> list[Key]:
+def filled(store: PayloadStore, count: int, numel: int = NUMEL) -> list[Key]:
     """That many payloads "values", each filled with its number."""
     keys = [(number, "values") for number in range(count)]
     for number, key in enumerate(keys):
@@ -94,7 +94,7 @@ def test_it_holds_what_was_written_within_both_budgets(
             assert torch.equal(store.get((number, "values")), numbers)
 
 
-def _call(store: Store, expected: list[torch.Tensor], what: str, number: int, value: float) -> None:
+def _call(store: PayloadStore, expected: list[torch.Tensor], what: str, number: int, value: float) -> None:
     key = number, "values"
     if what == "read":
         with store.pin(key) as memory:
@@ -134,7 +134,7 @@ def test_transfers_that_come_late_and_out_of_order_change_nothing(seed: int) -> 
         draw = random.Random(seed)
         disk = DiskFile(folder, 8 * PAGE, PAGE, threads=8)  # and 4 in the host, for 11
         late = _Late(disk, draw)
-        store = Store(Arena(4 * PAGE, PAGE), disk)
+        store = PayloadStore(Arena(4 * PAGE, PAGE), disk)
         expected = [torch.zeros(NUMEL) for _ in range(11)]
         for number in range(11):
             store.add((number, "values"), NUMEL, torch.float32)
@@ -570,7 +570,7 @@ def test_mistakes_of_callers() -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = DiskFile(folder, PAGE, PAGE)
         with pytest.raises(ValueError, match="blocks of 1024 bytes in the host and 4096 on disk"):
-            Store(arena, file)
+            PayloadStore(arena, file)
         file.close()
 
 

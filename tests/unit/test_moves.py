@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from atoll.moves import Cache, Full, Order, StepStatistics, cache, optimum
+from atoll.moves import Cache, Full, StepStatistics, UseOrder, cache, optimum
 from atoll.moves.order import NEVER
 
 
@@ -354,7 +354,7 @@ def test_sizes_may_come_later() -> None:
 
 
 def test_when_what_a_key_holds_is_needed() -> None:
-    order = Order("abab", fresh={3}, voids={("a", 2), ("a", 4)})
+    order = UseOrder("abab", fresh={3}, voids={("a", 2), ("a", 4)})
     assert order.need_after("a", 0) == NEVER  # void before it is used again
     assert order.need_from("a", 2) == NEVER
     assert order.need_from("a", 2, voided=True) == 2
@@ -368,14 +368,14 @@ def test_when_what_a_key_holds_is_needed() -> None:
 
 def test_the_optimum_of_what_cannot_be() -> None:
     with pytest.raises(ValueError, match="'L' takes 3 blocks, and the cache has 2"):
-        optimum(Order("aL"), 2, {"L": 3})
+        optimum(UseOrder("aL"), 2, {"L": 3})
     with pytest.raises(ValueError, match="3 resident blocks exceed a cache of 2"):
-        optimum(Order("abc"), 2, resident="abc")
+        optimum(UseOrder("abc"), 2, resident="abc")
 
 
 def test_the_optimum_in_parts() -> None:
     """Of L two blocks may stay while a is used; a chunk of one piece is brought whole."""
-    order = Order("La")
+    order = UseOrder("La")
     assert optimum(order, 3, {"L": 3}, steps=3) == [4, 2, 2]
     made: Cache[str] = Cache(3, {"L": 3})
     assert [step(made, "La").blocks_in for _ in range(3)] == [4, 4, 4]

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from atoll.core.errors import AtollError, DeadlineError, RunError
-from atoll.cpuside.door import Asked, Door
+from atoll.cpuside.door import Door, StateRequest
 from atoll.exchange.hostmemory import make_file
 from atoll.net.post import Post
 from atoll.train.sync.peersdoor import ask_at
@@ -48,8 +48,8 @@ def door() -> Iterator[Door]:
     made.close()
 
 
-def hear(door: Door, number: int) -> list[Asked]:
-    asked: list[Asked] = []
+def hear(door: Door, number: int) -> list[StateRequest]:
+    asked: list[StateRequest] = []
     for _ in range(2000):
         asked += door.take()
         if len(asked) >= number:

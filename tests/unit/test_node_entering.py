@@ -12,7 +12,7 @@ from atoll.cpuside import takeover
 from atoll.cpuside.entering import Entering, Newcomers, Scripted, digest_of, most_script
 from atoll.cpuside.network import Network
 from atoll.wire.nodes import Script
-from atoll.wire.peerviews import Life, Member, View
+from atoll.wire.peerviews import Life, View, ViewMember
 
 FIRST, MOST = 7, 1000
 
@@ -96,12 +96,12 @@ class Sent:
         self.to.append(node)
 
 
-def view(number: int, *members: Member) -> View:
+def view(number: int, *members: ViewMember) -> View:
     return View(0, number, members)
 
 
 def test_a_script_s_state_is_kept_for_a_newcomer_until_it_contributes_or_is_left_out() -> None:
-    own, newcomer = Member(Life(0, 1)), Member(Life(1, 2), first=FIRST)
+    own, newcomer = ViewMember(Life(0, 1)), ViewMember(Life(1, 2), first=FIRST)
     alone, both = view(1, own), view(2, own, newcomer)
     sent, newcomers = Sent(), Newcomers()
     network = cast(Network, sent)
@@ -119,7 +119,11 @@ def test_a_script_s_state_is_kept_for_a_newcomer_until_it_contributes_or_is_left
 
 
 def test_what_the_script_was_at_is_kept_for_the_other_newcomer() -> None:
-    own, one, other = Member(Life(0, 1)), Member(Life(1, 2), first=FIRST), Member(Life(2, 2), first=FIRST + 4)
+    own, one, other = (
+        ViewMember(Life(0, 1)),
+        ViewMember(Life(1, 2), first=FIRST),
+        ViewMember(Life(2, 2), first=FIRST + 4),
+    )
     sent, newcomers = Sent(), Newcomers()
     network = cast(Network, sent)
     newcomers.view(view(1, own), view(2, own, one), own.life)

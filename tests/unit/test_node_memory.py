@@ -25,8 +25,8 @@ from atoll.exchange.hostmemory import (
     ALIGNMENT,
     PAGE,
     Buffers,
+    ChunkPlace,
     HostMemory,
-    Run,
     host_bytes,
     plan_memory,
     slots_for,
@@ -61,7 +61,7 @@ def test_everything_has_its_place(specs: list[tuple[tuple[int, ...], str, bool]]
     assert sorted(run.chunk for run in (*plan.trained, *plan.frozen)) == [c.id for c in layout.chunks]
     taken: list[tuple[int, int]] = []
 
-    def take(begin: int, runs: tuple[Run, ...]) -> None:
+    def take(begin: int, runs: tuple[ChunkPlace, ...]) -> None:
         for run in runs:
             assert run.numel == layout.chunks[run.chunk].extent
             assert (begin + run.offset) % ALIGNMENT == 0

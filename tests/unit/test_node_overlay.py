@@ -14,7 +14,7 @@ from peer_model import WEIGHTS, PeerModel
 from torch import Tensor
 
 from atoll.cpuside.overlay import Overlay, Pending
-from atoll.exchange.globalparameters import Contribution, GlobalParameters, Step
+from atoll.exchange.globalparameters import Contribution, GlobalParameters, PreparedStep
 from atoll.exchange.globalstate import pack_globals
 from atoll.wire.device import Clip
 
@@ -149,7 +149,7 @@ def steps_of(parameters: GlobalParameters, monkeypatch: pytest.MonkeyPatch) -> l
     plain = parameters.step_chunk
     one = trained_chunk(parameters)
 
-    def step_chunk(chunk: int, step: Step, *rest: Any) -> None:
+    def step_chunk(chunk: int, step: PreparedStep, *rest: Any) -> None:
         made.extend([step.iteration] if chunk == one else [])
         plain(chunk, step, *rest)
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from atoll.rings.order import MARGIN, Figures, Order, Topology
+from atoll.rings.order import MARGIN, LinkSpeed, Order, Topology
 from atoll.train.api.place import Place
-from atoll.train.group.ordertrial import Found, OrderTrial
+from atoll.train.group.ordertrial import OrderTrial, TrialResult
 from atoll.train.group.ringpair import RingPair
 from atoll.train.group.solo import SoloChannel
 from atoll.train.group.sumtimer import SumTimer
@@ -47,12 +47,12 @@ class Lab:
         self.connected += 1
         return Ring(self, order)
 
-    def trial(self, margin: float = MARGIN, before: Found | None = None) -> tuple[OrderTrial, Any]:
+    def trial(self, margin: float = MARGIN, before: TrialResult | None = None) -> tuple[OrderTrial, Any]:
         """The trial that is over, and what it returned."""
         figures = {
-            (one, other): Figures(self.bandwidth, self.latency)
+            (one, other): LinkSpeed(self.bandwidth, self.latency)
             if self.sites[one] != self.sites[other]
-            else Figures(100 * self.bandwidth, self.latency / 100)
+            else LinkSpeed(100 * self.bandwidth, self.latency / 100)
             for other in range(len(self.sites))
             for one in range(other)
         }
@@ -68,7 +68,7 @@ class Lab:
             topology,
             list(self.sites),
             margin,
-            Found() if before is None else before,
+            TrialResult() if before is None else before,
         )
         return made, made.open()
 

@@ -17,7 +17,7 @@ from atoll.train.api.place import Place
 from atoll.train.members import peersintroduction as module
 from atoll.train.members.peersintroduction import (
     Introduction,
-    Known,
+    NodeFile,
     StoreMeeting,
     _hear_leader,
     _Kept,
@@ -38,7 +38,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Kept:
     for name in (HUB_VARIABLE, RUN_VARIABLE, "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     kept = _Kept(tmp_path / "nodes", 1)
-    kept.write(Known("run", 1, 1, NODES, "", 0))
+    kept.write(NodeFile("run", 1, 1, NODES, "", 0))
     return kept
 
 
@@ -69,7 +69,7 @@ def test_where_torchrun_starts_its_workers_again_all_begin_anew(
 def test_a_node_comes_back_with_as_many_devices_as_it_had(
     kept: _Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept.write(Known("run", 1, 1, NODES, "", 0, [1, 2]))
+    kept.write(NodeFile("run", 1, 1, NODES, "", 0, [1, 2]))
     kept.close()
     line = "node 1 had 2 devices when the run began, and comes back with 1: start as many workers as then"
     with pytest.raises(ConfigError, match=line):

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 from peer_side import FakeSide
 
-from atoll.peers.settings import Settings
+from atoll.peers.settings import NodeSettings
 from atoll.train.members.peersintroduction import Introduction
 from atoll.train.sync import peersworker as worker
 from atoll.train.sync.peersstart import CpuSide
@@ -27,7 +27,7 @@ class SlowSide(FakeSide):
         return (Left(), []) if self.now >= self.leaves else None
 
 
-@pytest.mark.parametrize("leaves", [Settings().linger, 1000.0], ids=["as the last moment comes", "never"])
+@pytest.mark.parametrize("leaves", [NodeSettings().linger, 1000.0], ids=["as the last moment comes", "never"])
 def test_a_worker_lets_its_cpu_side_see_to_the_others(monkeypatch: pytest.MonkeyPatch, leaves: float) -> None:
     side = SlowSide(leaves)
     monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: side.now))
@@ -43,4 +43,4 @@ def test_a_worker_lets_its_cpu_side_see_to_the_others(monkeypatch: pytest.Monkey
     if leaves < 100.0:
         assert leaves <= side.now < leaves + 0.5, "it has heard that the others have all"
     else:
-        assert Settings().linger < side.now < Settings().linger + 10.0
+        assert NodeSettings().linger < side.now < NodeSettings().linger + 10.0

@@ -26,7 +26,7 @@ from atoll.memory.lent import LentModel, Turns
 from atoll.memory.parameters import ChunkParameter
 from atoll.memory.payloads import GRADIENT
 from atoll.memory.stays import Stay
-from atoll.peers.settings import Settings
+from atoll.peers.settings import NodeSettings
 from atoll.tensors.binding import specs_of
 from atoll.tensors.lazy import LazyTensor
 from atoll.tensors.shardoptimizer import full_name
@@ -366,7 +366,9 @@ def test_the_host_budget_is_held_against_what_a_node_keeps() -> None:
     layout = lay_out(specs_of(dict(model.named_parameters()), dict.fromkeys(model.parameters(), "0")))
     least = least_host_bytes(layout, optimizer, 0, 3, 1)
     held = GlobalParameters(layout, full_name(type(optimizer)), plain_hyperparameters(optimizer.param_groups))
-    kept = host_bytes(plan_memory(layout, slots_for(0)), held.nbytes(), Settings(stale_max=0).most_held(3))
+    kept = host_bytes(
+        plan_memory(layout, slots_for(0)), held.nbytes(), NodeSettings(stale_max=0).most_held(3)
+    )
     assert least == kept.total
     gradients = sum(run.nbytes for run in plan_memory(layout, 1).trained)
     assert least_host_bytes(layout, optimizer, 0, 3, 4) == least + 3 * gradients

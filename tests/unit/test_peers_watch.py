@@ -6,14 +6,14 @@ import pytest
 
 from atoll.core.stands import call, gradients
 from atoll.peers.scripts import Script, mismatch
-from atoll.peers.settings import Settings
+from atoll.peers.settings import NodeSettings
 from atoll.peers.watch import Watch
 from atoll.wire.peers import ScriptWaits
 from atoll.wire.peerviews import Life
 from atoll.wire.workerstand import WorkerStand
 
 ONE = Life(1, 1)
-SETTINGS = Settings(stale_max=2, silence=(50.0, 50.0), progress=(4.0, 10.0))
+SETTINGS = NodeSettings(stale_max=2, silence=(50.0, 50.0), progress=(4.0, 10.0))
 
 
 def watch() -> Watch:

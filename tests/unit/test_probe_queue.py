@@ -9,14 +9,14 @@ import pytest
 
 from atoll.core.errors import DeadlineError, UserError
 from atoll.groups.grouping import Grouping
-from atoll.groups.probe import Formed, GivenUp, Late, Outcome, ProbeQueue, ProbeState
+from atoll.groups.probe import Formed, GivenUp, Late, ProbeEvent, ProbeQueue, ProbeState
 
 
 def queue(workers: int = 4, groups: int = 2, patience: float = 60.0, tolerance: float = 0.1) -> ProbeQueue:
     return ProbeQueue(100.0, range(workers), groups, patience=patience, tolerance=tolerance)
 
 
-def groups_in(outcomes: list[Outcome]) -> list[tuple[int, ...]]:
+def groups_in(outcomes: list[ProbeEvent]) -> list[tuple[int, ...]]:
     return [outcome.group for outcome in outcomes if isinstance(outcome, Formed)]
 
 
@@ -67,7 +67,7 @@ def in_state(state: str) -> ProbeQueue:
 def test_each_state_and_what_comes(state: str, what: str, after: str) -> None:
     made = in_state(state)
     now = 110.0 if state != "given up" else 161.0
-    told: list[Outcome] = []
+    told: list[ProbeEvent] = []
     if what == "begun":
         made.handle_begun(now, 0)
     elif what == "probed" and after == "refused":

@@ -21,7 +21,7 @@ from atoll.ltp.control import (
 )
 from atoll.ltp.probing import MOST_PROBE
 from atoll.ltp.rates import QUIET_ROUNDS, TABLE
-from atoll.ltp.settings import Settings
+from atoll.ltp.settings import LtpSettings
 
 GIGABIT = 125e6
 RTT = 0.04
@@ -177,7 +177,7 @@ def test_beside_bbr_with_a_queue_to_share_neither_starves():
 # One acknowledgement after another, without a path.
 
 
-def settled(settings: Settings | None = None, rate: float = GIGABIT) -> Ltp:
+def settled(settings: LtpSettings | None = None, rate: float = GIGABIT) -> Ltp:
     """A flow that has come to know a path."""
     flow = Ltp(settings)
     path_of(flow, rate=rate).run(3)
@@ -547,11 +547,11 @@ def test_after_an_outage_the_rate_is_back_within_round_trips():
 
 
 def test_before_anything_is_known():
-    control = RateControl(Settings(), 0.0, np.random.default_rng(1))
-    assert control.rate == Settings().initial_rate
+    control = RateControl(LtpSettings(), 0.0, np.random.default_rng(1))
+    assert control.rate == LtpSettings().initial_rate
     assert control.decision.row == "start-up"
-    assert 0 < control.in_flight_limit < 10 * Settings().initial_rate
-    assert (control.loss, control.target.value) == (0.0, Settings().target_loss)
+    assert 0 < control.in_flight_limit < 10 * LtpSettings().initial_rate
+    assert (control.loss, control.target.value) == (0.0, LtpSettings().target_loss)
     for _ in range(40):
         control.handle_timeout(1.0)
     assert control.rate > 0

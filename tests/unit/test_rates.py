@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from atoll.ltp.rates import QUIET_ROUNDS, TABLE, Seen, decide, deviation, surely_above
+from atoll.ltp.rates import QUIET_ROUNDS, TABLE, PathLoss, decide, deviation, surely_above
 
 FILL, TARGET = 0.03, 0.01
 # What the table says, row by row: packets lost of 10,000, rounds without loss before, and what follows.
@@ -20,8 +20,8 @@ ROWS = [
 ]
 
 
-def seen(lost: int, quiet: int = 0, counted: int = 10_000, target: float = TARGET) -> Seen:
-    return Seen(lost=lost, counted=counted, quiet_rounds=quiet, target=target, fill_above=FILL)
+def seen(lost: int, quiet: int = 0, counted: int = 10_000, target: float = TARGET) -> PathLoss:
+    return PathLoss(lost=lost, counted=counted, quiet_rounds=quiet, target=target, fill_above=FILL)
 
 
 def test_the_table_has_the_rows_of_the_specification_in_order():
@@ -64,7 +64,7 @@ def test_chance_is_not_above_the_threshold():
 def test_the_path_s_own_loss_does_not_count(text, lost, quiet, action):
     """The same rows hold for the loss beyond it."""
     own = 0.1
-    what = Seen(lost + 1000 + 100 * (action == "halved"), 10_000, quiet, TARGET, FILL, own)
+    what = PathLoss(lost + 1000 + 100 * (action == "halved"), 10_000, quiet, TARGET, FILL, own)
     assert (decide(what).seen, decide(what).action) == (text, action)
 
 

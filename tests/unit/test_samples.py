@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from atoll.core.weighing import GUESSED, KNOWN, NONE, Certainty, said, told_unlike
 from atoll.train.data.sampler import BatchesSampler, ShardedSampler
-from atoll.train.gradients.samples import Contribution, SampleCount, Seen, seen_in
+from atoll.train.gradients.samples import ContributionWeight, SampleCount, SeenSamples, seen_in
 
 
 @dataclass
@@ -52,24 +52,24 @@ def test_what_a_forward_shows(inputs: object, output: object, samples: float | N
 
 
 def test_an_output_that_disagrees_shows_its_own_number() -> None:
-    assert seen_in(torch.zeros(9, 4, 8), torch.zeros(4, 2)) == Seen(9.0, instead=(4.0,))
+    assert seen_in(torch.zeros(9, 4, 8), torch.zeros(4, 2)) == SeenSamples(9.0, instead=(4.0,))
 
 
 def test_an_iteration_s_count_is_as_certain_as_its_least_certain_batch() -> None:
     count = SampleCount()
-    assert count.contribution(True) == Contribution(1.0, 0.0, NONE)
+    assert count.contribution(True) == ContributionWeight(1.0, 0.0, NONE)
     assert count.contribution(False).is_certain  # it has no part in the mean
     count.count(3.0)
-    assert count.contribution(True) == Contribution(3.0, 3.0, KNOWN)
+    assert count.contribution(True) == ContributionWeight(3.0, 3.0, KNOWN)
     count.count(4.0, GUESSED)
-    assert count.contribution(True) == Contribution(7.0, 7.0, GUESSED)
+    assert count.contribution(True) == ContributionWeight(7.0, 7.0, GUESSED)
     count.missed()  # a batch under no_sync did not go through the forward
     assert count.contribution(True).basis == NONE
     count.give(5.0)
-    assert count.contribution(True) == Contribution(5.0, 5.0, KNOWN)
+    assert count.contribution(True) == ContributionWeight(5.0, 5.0, KNOWN)
     count.use()
     count.missed()  # a second backward over the batch that was used weighs what the first did
-    assert count.contribution(True) == Contribution(5.0, 0.0, KNOWN)
+    assert count.contribution(True) == ContributionWeight(5.0, 0.0, KNOWN)
 
 
 def test_values_that_are_logged_weigh_as_the_gradients_did() -> None:
@@ -107,12 +107,12 @@ def test_sums_say_whether_weights_are_certain_and_equal(
 
 
 def test_the_line_names_what_each_has_counted_where_it_makes_a_difference() -> None:
-    two = {0: Contribution(3.0, 3.0, GUESSED), 1: Contribution(1.0, 0.0, NONE)}
+    two = {0: ContributionWeight(3.0, 3.0, GUESSED), 1: ContributionWeight(1.0, 0.0, NONE)}
     words = "worker 0 counted 3 (a guess), worker 1 counted none; to weight by"
     assert words in told_unlike("step 0", two)
-    of_two = Contribution(6.0, 6.0, KNOWN, alike=2.0)
-    assert told_unlike("step 0", {0: Contribution(3.0, 3.0, GUESSED), 1: of_two}) == ""
-    assert told_unlike("step 0", {0: Contribution(3.0, 3.0), 1: Contribution(4.0, 4.0)}) == ""
+    of_two = ContributionWeight(6.0, 6.0, KNOWN, alike=2.0)
+    assert told_unlike("step 0", {0: ContributionWeight(3.0, 3.0, GUESSED), 1: of_two}) == ""
+    assert told_unlike("step 0", {0: ContributionWeight(3.0, 3.0), 1: ContributionWeight(4.0, 4.0)}) == ""
 
 
 def test_a_sampler_knows_the_sizes_of_batches_that_a_loader_fetches_ahead() -> None:

@@ -11,13 +11,13 @@ from atoll.store.entries import (
     Entry,
     Fenced,
     Joined,
-    Member,
-    Step,
+    StepWithMean,
+    WeightedContribution,
     decode_entry_untrusted,
     encode_entry,
 )
 from atoll.store.outcomes import StoreError
-from atoll.store.pulls import Asked, Pulls
+from atoll.store.pulls import PullRequest, Pulls
 from atoll.store.shard import (
     ApplyChunks,
     CombineChunks,
@@ -64,7 +64,7 @@ def test_a_contribution_is_staged_applied_and_released() -> None:
     assert state.handle_push(0, push(3), 11) == state.handle_push(0, push(3), 12)
     assert state.handle_push(0, push(5), 13).staged
     assert state.whole() == [(0, 1, 0)]
-    assert not pulls.ask(Asked(0, Pull(incarnation=1, clock=1)))
+    assert not pulls.ask(PullRequest(0, Pull(incarnation=1, clock=1)))
     apply, release = state.handle_entry(applied(0, 0))
     assert apply == ApplyChunks(
         worker=0,
@@ -79,7 +79,7 @@ def test_a_contribution_is_staged_applied_and_released() -> None:
     )
     assert release == Release([10, 13])
     assert state.versions == {3: 1, 5: 1}
-    assert pulls.take_ready() == [Asked(0, Pull(incarnation=1, clock=1))]
+    assert pulls.take_ready() == [PullRequest(0, Pull(incarnation=1, clock=1))]
     assert pulls.take_ready() == []
     assert (state.clock_of(0), state.staleness_of(0)) == (1, 0.25)
     late = state.handle_push(0, push(3), 14)
@@ -101,7 +101,7 @@ def test_a_shard_refuses_what_it_cannot_keep() -> None:
     assert "in flight" in state.handle_push(7, push(3, 11, incarnation=8), 6).refused
     assert state.handle_entry(Fenced(worker=7, incarnation=8)) == [Release([4, 5])]
     assert "fenced" in state.handle_push(7, push(3, 9, incarnation=8), 7).refused
-    assert not pulls.ask(Asked(7, Pull(incarnation=8, clock=0)))
+    assert not pulls.ask(PullRequest(7, Pull(incarnation=8, clock=0)))
     assert "fenced" in state.refusal(7, 8)
     assert pulls.waiting() == []
 
@@ -113,7 +113,7 @@ def test_a_log_that_counts_what_is_not_here_is_an_error() -> None:
         state.handle_entry(applied(0, 0))
     with pytest.raises(StoreError, match="not its next"):
         state.handle_entry(applied(2, 0))
-    step = Step(iteration=0, scale=1.0, hyperparameters=LR, edited=[], editor=-1, accepted=True)
+    step = StepWithMean(iteration=0, scale=1.0, hyperparameters=LR, edited=[], editor=-1, accepted=True)
     with pytest.raises(StoreError, match="no mean"):
         state.handle_entry(step)
 
@@ -124,22 +124,22 @@ def test_a_mean_is_pulled_edited_and_stepped() -> None:
     mean = PullMean(incarnation=1, iteration=0)
     for worker in (0, 1):
         assert state.handle_push(worker, push(3, 0, worker + 1, chunks=1), worker).staged
-    assert not pulls.ask(Asked(0, mean))
+    assert not pulls.ask(PullRequest(0, mean))
     early = Replace(incarnation=1, iteration=0, chunk=3, present=b"\1")
     assert "no mean" in state.handle_replace(0, early, 9).refused
-    members = [Member(worker=w, incarnation=w + 1, weight=1.0 + w, samples=2.0) for w in (0, 1)]
+    members = [WeightedContribution(worker=w, incarnation=w + 1, weight=1.0 + w, samples=2.0) for w in (0, 1)]
     combine, release = state.handle_entry(Combine(iteration=0, members=members))
     assert combine == CombineChunks(0, [(1.0, {3: (0, b"\1")}), (2.0, {3: (1, b"\1")})], 3.0, 4.0, alike=2.0)
     assert release == Release([0, 1])
-    assert pulls.take_ready() == [Asked(0, mean)]
+    assert pulls.take_ready() == [PullRequest(0, mean)]
     assert state.handle_replace(0, early, 9).keep
     assert not state.handle_replace(0, early, 10).keep
-    step = Step(iteration=0, scale=0.5, hyperparameters=LR, edited=[3], editor=0, accepted=True)
+    step = StepWithMean(iteration=0, scale=0.5, hyperparameters=LR, edited=[3], editor=0, accepted=True)
     state.handle_entry(Fenced(worker=0, incarnation=1))  # what it made of the mean stays
     stepped = state.handle_entry(step)
     assert stepped == [StepChunks(0, 0.5, LR, {3: (9, b"\1")}, True), Release([9])]
-    assert pulls.ask(Asked(1, Pull(incarnation=2, clock=1)))
-    assert not pulls.ask(Asked(1, PullMean(incarnation=2, iteration=0)))
+    assert pulls.ask(PullRequest(1, Pull(incarnation=2, clock=1)))
+    assert not pulls.ask(PullRequest(1, PullMean(incarnation=2, iteration=0)))
     assert state.versions == {3: 1}
 
 
@@ -147,12 +147,12 @@ def test_a_step_that_lacks_an_edited_chunk_is_an_error_and_one_left_out_changes_
     state = joined(ShardState.begin([3], "bsp", 0), 0)
     for iteration in (0, 1):
         state.handle_push(0, push(3, iteration, chunks=1), iteration)
-    member = Member(worker=0, incarnation=1, weight=1.0, samples=1.0)
+    member = WeightedContribution(worker=0, incarnation=1, weight=1.0, samples=1.0)
     state.handle_entry(Combine(iteration=0, members=[member]))
-    missing = Step(iteration=0, scale=1.0, hyperparameters=LR, edited=[3], editor=0, accepted=True)
+    missing = StepWithMean(iteration=0, scale=1.0, hyperparameters=LR, edited=[3], editor=0, accepted=True)
     with pytest.raises(StoreError, match="has not sent"):
         state.handle_entry(missing)
-    left_out = Step(iteration=0, scale=1.0, hyperparameters=LR, edited=[3], editor=0, accepted=False)
+    left_out = StepWithMean(iteration=0, scale=1.0, hyperparameters=LR, edited=[3], editor=0, accepted=False)
     assert state.handle_entry(left_out) == [StepChunks(0, 1.0, LR, {}, False)]
     assert state.versions == {3: 0}
     assert state.steps == 1
@@ -165,11 +165,11 @@ def test_ssp_holds_the_fast_back_until_the_slow_have_come_along_or_gone() -> Non
         state.handle_push(0, push(3, iteration, chunks=1), iteration)
         state.handle_entry(applied(0, iteration))
         pull = Pull(incarnation=1, clock=iteration + 1)
-        assert pulls.ask(Asked(0, pull)) == (iteration == 0)
-    pulls.ask(Asked(0, Pull(incarnation=1, clock=1)))  # a late duplicate displaces nothing
-    assert pulls.waiting() == [Asked(0, Pull(incarnation=1, clock=2))]
+        assert pulls.ask(PullRequest(0, pull)) == (iteration == 0)
+    pulls.ask(PullRequest(0, Pull(incarnation=1, clock=1)))  # a late duplicate displaces nothing
+    assert pulls.waiting() == [PullRequest(0, Pull(incarnation=1, clock=2))]
     state.handle_entry(Fenced(worker=1, incarnation=2))
-    assert pulls.take_ready() == [Asked(0, Pull(incarnation=1, clock=2))]
+    assert pulls.take_ready() == [PullRequest(0, Pull(incarnation=1, clock=2))]
 
 
 def test_a_late_duplicate_of_a_pull_leaves_the_one_that_waits() -> None:
@@ -177,19 +177,19 @@ def test_a_late_duplicate_of_a_pull_leaves_the_one_that_waits() -> None:
     pulls = Pulls(state)
     state.handle_push(0, push(3, 0, chunks=1), 1)
     state.handle_entry(applied(0, 0))
-    assert not pulls.ask(Asked(0, Pull(incarnation=1, clock=2)))
-    assert pulls.ask(Asked(0, Pull(incarnation=1, clock=1)))
-    assert pulls.waiting() == [Asked(0, Pull(incarnation=1, clock=2))]
+    assert not pulls.ask(PullRequest(0, Pull(incarnation=1, clock=2)))
+    assert pulls.ask(PullRequest(0, Pull(incarnation=1, clock=1)))
+    assert pulls.waiting() == [PullRequest(0, Pull(incarnation=1, clock=2))]
 
 
 def test_who_joins_is_answered_when_it_takes_part() -> None:
     state = joined(ShardState.begin([3], "ssp", 1), 0)
     pulls = Pulls(state)
-    assert not pulls.ask(Asked(5, Pull(incarnation=9, clock=0)))
+    assert not pulls.ask(PullRequest(5, Pull(incarnation=9, clock=0)))
     state.handle_entry(Joined(worker=5, incarnation=9, clock=4))
     assert pulls.take_ready() == []  # worker 0 is at 0: four behind
     state.handle_entry(Fenced(worker=0, incarnation=1))
-    assert pulls.take_ready() == [Asked(5, Pull(incarnation=9, clock=0))]
+    assert pulls.take_ready() == [PullRequest(5, Pull(incarnation=9, clock=0))]
     assert state.clock_of(5) == 4
 
 
@@ -197,8 +197,10 @@ def test_who_joins_is_answered_when_it_takes_part() -> None:
     "entry",
     [
         Joined(worker=1, incarnation=2, clock=3),
-        Combine(iteration=1, members=[Member(worker=0, incarnation=1, weight=2.0, samples=3.0)]),
-        Step(iteration=1, scale=0.5, hyperparameters=LR, edited=[1], editor=-1, accepted=False),
+        Combine(
+            iteration=1, members=[WeightedContribution(worker=0, incarnation=1, weight=2.0, samples=3.0)]
+        ),
+        StepWithMean(iteration=1, scale=0.5, hyperparameters=LR, edited=[1], editor=-1, accepted=False),
         applied(0, 3),
         Fenced(worker=1, incarnation=2),
     ],
@@ -216,11 +218,11 @@ def test_questions_for_some_chunks_are_joined_until_they_are_answered() -> None:
     pulls = Pulls(state)
     state.handle_entry(Joined(worker=0, incarnation=1, clock=0))
     for chunks in ([0], [2], [2]):
-        assert not pulls.ask(Asked(0, Pull(incarnation=1, clock=1, chunks=chunks)))
-        assert not pulls.ask(Asked(0, PullMean(incarnation=1, iteration=0, chunks=chunks)))
+        assert not pulls.ask(PullRequest(0, Pull(incarnation=1, clock=1, chunks=chunks)))
+        assert not pulls.ask(PullRequest(0, PullMean(incarnation=1, iteration=0, chunks=chunks)))
     assert [asked.pull.chunks for asked in pulls.waiting()] == [[0, 2], [0, 2]]
     for chunks in ([], [1]):  # all, and so that one too
-        assert not pulls.ask(Asked(0, Pull(incarnation=1, clock=1, chunks=chunks)))
+        assert not pulls.ask(PullRequest(0, Pull(incarnation=1, clock=1, chunks=chunks)))
         assert [asked.pull.chunks for asked in pulls.waiting()] == [[], [0, 2]]
 
 
@@ -232,6 +234,8 @@ def test_a_shard_counts_the_samples_that_the_log_counts() -> None:
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=ShardState)
     assert again.consumed == state.consumed == 100.0 + applied(0, 0).samples
     other = joined(ShardState.begin([], "bsp", 0), 0, 1)  # a shard without chunks follows the log too
-    members = [Member(worker=each, incarnation=each + 1, weight=1.0, samples=4.0) for each in (0, 1)]
+    members = [
+        WeightedContribution(worker=each, incarnation=each + 1, weight=1.0, samples=4.0) for each in (0, 1)
+    ]
     other.handle_entry(Combine(iteration=0, members=members))
     assert other.consumed == 8.0

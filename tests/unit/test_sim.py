@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from atoll.lab.emulator import available, fates_array
-from atoll.lab.topology import Link, Phase
+from atoll.lab.topology import LabLink, Phase
 from support.sim import Delivery, LinkModel, Network, VirtualClock
 from support.sim.links import HEADERS, Direction, Fates
 
@@ -151,7 +151,7 @@ def test_what_is_not_drawn_is_as_in_the_lab() -> None:
     )
     rng = np.random.default_rng(3)
     times = np.round(np.cumsum(rng.exponential(60e-6, 8000)), 9)
-    theirs = fates_array(Link(0, 1, phases), 1, 0, times, np.full(len(times), 1400))
+    theirs = fates_array(LabLink(0, 1, phases), 1, 0, times, np.full(len(times), 1400))
     made = direction(queue=100_000)
     slow = replace(CLEAN, rate=2e6, delay=0.05, queue=100_000)
     made.change(0.1, slow)

@@ -12,7 +12,7 @@ from atoll.core.errors import CheckpointError, UserError
 from atoll.server.journal import Folder, Journal
 from atoll.server.logkeeper import LogKeeper
 from atoll.server.model import CONTRIBUTION, ModelState, SiteState
-from atoll.server.records import Part, Told
+from atoll.server.records import HandledMessage, StatePayload
 from atoll.server.recovery import ShardImage, encode_image, find_site
 from atoll.store.shard import ShardState
 from atoll.wire.messages import Meet, encode
@@ -34,8 +34,8 @@ def image(clock: int) -> ShardImage:
     return ShardImage(generation=1, next_entry=3, setter=(0, 1), bases={}, readies={}, model=model, log=state)
 
 
-def told(number: int) -> Told:
-    return Told("worker", 0, 1, msgspec.Raw(encode(Meet(incarnation=1, number=number, what="x"))))
+def told(number: int) -> HandledMessage:
+    return HandledMessage("worker", 0, 1, msgspec.Raw(encode(Meet(incarnation=1, number=number, what="x"))))
 
 
 def begin(path: Path, number: int = 0) -> tuple[Folder, Journal]:
@@ -66,7 +66,7 @@ def test_it_goes_on_from_the_latest_whole_state(tmp_path: Path) -> None:
     assert find_site(folder) is None
     journal.begin_segment(fresh=True)
     journal.append(told(0))
-    journal.begin_segment(encode_image(image(4)), [(Part(CONTRIBUTION, 1), b"gradient")])
+    journal.begin_segment(encode_image(image(4)), [(StatePayload(CONTRIBUTION, 1), b"gradient")])
     journal.append(told(1))
     journal.append(told(2))
     end(folder, journal)
@@ -81,7 +81,7 @@ def test_it_goes_on_from_the_latest_whole_state(tmp_path: Path) -> None:
     journal.begin_segment()  # the next life of it
     journal.append(told(3))
     # It dies as it writes its next state, which lacks a part.
-    journal.begin_segment(encode_image(image(9)), [(Part(CONTRIBUTION, 1), b"x" * 1000)])
+    journal.begin_segment(encode_image(image(9)), [(StatePayload(CONTRIBUTION, 1), b"x" * 1000)])
     end(folder, journal)
     last = sorted(tmp_path.glob("journal-*.bin"))[-1]
     last.write_bytes(last.read_bytes()[:-500])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import atoll
-from atoll.axes.values import Run
+from atoll.axes.values import ElementRange
 from atoll.chunks import lay_out
 from atoll.core.config import Config
 from atoll.core.config import Run as RunTable
@@ -126,7 +126,7 @@ def test_what_is_no_run_or_has_another_shape_is_refused() -> None:
     values = values_of(nn.Linear(5, 7), [])
     run = values.runs[0]
     with pytest.raises(UserError, match="is no run of this replica"):
-        values.read(Run(run.chunk, 0, run.stop - 1))
+        values.read(ElementRange(run.chunk, 0, run.stop - 1))
     for wrong in (torch.zeros(run.stop - 1), torch.zeros(run.stop, dtype=torch.float64)):
         with pytest.raises(UserError, match=r"^update\.write\(.*: got "):
             values.write(run, wrong)

@@ -15,8 +15,8 @@ from atoll.net.tunnelorder import (
     INLINE_BYTES,
     WINDOW_BYTES,
     Inbox,
-    Message,
     Outbox,
+    TunnelMessage,
 )
 from atoll.wire.messages import HEADER_BYTES, LostBlocks, WireError
 from atoll.wire.tunnel import (
@@ -24,7 +24,7 @@ from atoll.wire.tunnel import (
     MOST_MESSAGES,
     WINDOW_MESSAGES,
     Batch,
-    Entry,
+    TunnelEntry,
     decode_batch_untrusted,
     encode_batch,
 )
@@ -32,8 +32,8 @@ from atoll.wire.tunnel import (
 LIMIT = 2**20
 
 
-def message(size: int = 0, header: bytes = b"h") -> Message:
-    return Message(header, memoryview(bytes(size)) if size else None)
+def message(size: int = 0, header: bytes = b"h") -> TunnelMessage:
+    return TunnelMessage(header, memoryview(bytes(size)) if size else None)
 
 
 def transfers(outbox: Outbox, inbox: Inbox, most: int = 16) -> Iterator[tuple[str, int, object]]:
@@ -55,15 +55,15 @@ def test_messages_come_in_order_however_transfers_come(sizes, seed, window):
     """A network that hands transfers on in any order; an application that takes what it likes."""
     rng = random.Random(seed)
     sent = [
-        Message(b"%d" % number, memoryview(rng.randbytes(size)) if size else None)
+        TunnelMessage(b"%d" % number, memoryview(rng.randbytes(size)) if size else None)
         for number, size in enumerate(sizes)
     ]
     here, there, inbox, back = Outbox(), Outbox(), Inbox(LIMIT), Inbox(LIMIT)
     for each in sent:
         here.put(each)
     network: list[tuple[str, int, object]] = []
-    waits: list[Message] = []
-    came: list[Message] = []
+    waits: list[TunnelMessage] = []
+    came: list[TunnelMessage] = []
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(tunnelorder, "WINDOW_MESSAGES", window)
         patched.setattr(tunnelorder, "WINDOW_BYTES", 2**18)
@@ -121,7 +121,7 @@ def test_a_window_closes_after_so_many_messages_or_bytes_and_opens_as_they_are_t
     outbox.handle_taken(outbox.next)
     large = Outbox()
     for _ in range(3):
-        large.put(Message(b"", memoryview(bytearray(WINDOW_BYTES // 2 + 1))))
+        large.put(TunnelMessage(b"", memoryview(bytearray(WINDOW_BYTES // 2 + 1))))
     large.take(16)
     assert large.next == 2, "one message may pass it"
     large.handle_taken(1)
@@ -133,14 +133,14 @@ def test_what_was_taken_is_told_before_the_other_end_has_to_wait():
     inbox = Inbox(LIMIT)
     told = 0
     for number in range(3 * WINDOW_MESSAGES):
-        inbox.handle_batch(Batch(first=number, taken=0, entries=[Entry(b"h")]))
+        inbox.handle_batch(Batch(first=number, taken=0, entries=[TunnelEntry(b"h")]))
         (each,) = inbox.in_order()
         inbox.handle_taken(each)
         if inbox.is_to_tell:
             told = inbox.batch(0, []).taken
         assert inbox.taken - told < WINDOW_MESSAGES / 2
     big = Inbox(WINDOW_BYTES)
-    big.handle_batch(Batch(first=0, taken=0, entries=[Entry(b"h", apart=True, size=WINDOW_BYTES // 2)]))
+    big.handle_batch(Batch(first=0, taken=0, entries=[TunnelEntry(b"h", apart=True, size=WINDOW_BYTES // 2)]))
     big.handle_payload(0, memoryview(bytearray(WINDOW_BYTES // 2)), None)
     assert not big.is_to_tell
     big.handle_taken(big.in_order()[0])
@@ -151,7 +151,7 @@ def test_what_was_lost_of_a_payload_comes_with_it():
     inbox, lost = Inbox(LIMIT), LostBlocks(330, b"\x02", "borne")
     inbox.handle_payload(0, memoryview(bytes(4000)), lost)
     assert inbox.in_order() == []
-    inbox.handle_batch(Batch(first=0, taken=0, entries=[Entry(b"h", apart=True, size=4000)]))
+    inbox.handle_batch(Batch(first=0, taken=0, entries=[TunnelEntry(b"h", apart=True, size=4000)]))
     (came,) = inbox.in_order()
     assert (came.header, came.payload.nbytes, came.lost) == (b"h", 4000, lost)
 
@@ -170,16 +170,16 @@ def wrong(batches: list[Batch], payloads: list[tuple[int, int]] = ()) -> str:
 
 
 def test_what_cannot_be_is_refused():
-    one = Batch(first=0, taken=0, entries=[Entry(b"h")])
+    one = Batch(first=0, taken=0, entries=[TunnelEntry(b"h")])
     assert "message 0" in wrong([one, one])
-    far = Batch(first=WINDOW_MESSAGES, taken=0, entries=[Entry(b"h")])
+    far = Batch(first=WINDOW_MESSAGES, taken=0, entries=[TunnelEntry(b"h")])
     assert (
         wrong([far]) == f"message {WINDOW_MESSAGES}, where 0 is the next and {WINDOW_MESSAGES - 1} the last"
     )
-    apart = Batch(first=0, taken=0, entries=[Entry(b"h", apart=True, size=100)])
+    apart = Batch(first=0, taken=0, entries=[TunnelEntry(b"h", apart=True, size=100)])
     assert wrong([apart], [(0, 99)]) == "message 0: a payload of 99 bytes, and not 100"
     assert wrong([one], [(0, 99)]) == "message 0: a payload, where none was said"
-    large = Batch(first=0, taken=0, entries=[Entry(b"h", apart=True, size=LIMIT + 1)])
+    large = Batch(first=0, taken=0, entries=[TunnelEntry(b"h", apart=True, size=LIMIT + 1)])
     assert "the most" in wrong([large])
     flood = [(number, 2**26) for number in range(4)]
     assert "are not taken" in wrong([], flood)

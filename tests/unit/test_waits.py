@@ -113,7 +113,7 @@ NO_WAITS: dict[tuple[str, str], str] = {
     ("read", "disk"): "DiskFile.read begins a transfer; Transfer.wait has the deadline",
     ("put", "optimizer"): "ShardOptimizer.put: values into a chunk",
     ("put", "_outbox"): "ltp.outbox.Outbox: a list of messages",
-    ("send", "_session"): "ltp.session.Session, which knows no socket",
+    ("send", "_session"): "ltp.session.LtpSession, which knows no socket",
     ("send", "session"): "LinkSession.send never waits",
     ("send", "port"): "UdpPort.send: what finds no room is left to the caller",
     ("receive", "port"): "UdpPort.receive: takes what has come",
@@ -285,7 +285,7 @@ REVIEWED: dict[str, str] = {
         "its thread copies gradients, and what it waits for, room in a tier, has a deadline"
     ),
     "memory/leaving.py: Leaving.close: self._thread.shutdown()": "the same: at most what is on its way",
-    "memory/stepping.py: Stepper._work: steps.condition.wait()": (
+    "memory/stepping.py: ChunkStepper._work: steps.condition.wait()": (
         "the thread that steps chunks waits for the next step; `close` ends it"
     ),
     "exchange/globalparameters.py: _Crew.__init__: "

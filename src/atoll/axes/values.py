@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Run:
+class ElementRange:
     """Neighbouring elements of one chunk, from `start` up to `stop`; `stop` is not among them. They are
     counted from the chunk's first element."""
 

@@ -16,7 +16,7 @@ from atoll.core.options import RATE_OR_ZERO, Mark
 from atoll.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from atoll.memory.observing import Seen
+    from atoll.memory.observing import ObservedScript
     from atoll.moves.owners import Groups
     from atoll.moves.search import MemoryPlan
 
@@ -78,7 +78,7 @@ def show_plan(options: PlanOptions) -> None:
 
 def _run(
     script: str, arguments: list[str], workers: int, replicas: Groups, rates: tuple[float, float]
-) -> Seen:
+) -> ObservedScript:
     from atoll.launch.worker import describe
     from atoll.memory.observing import EnoughSeen, Observation
 
@@ -110,7 +110,7 @@ def _run(
     return observation.seen
 
 
-def _lines(script: str, seen: Seen, workers: int, groups: int) -> Iterator[str]:
+def _lines(script: str, seen: ObservedScript, workers: int, groups: int) -> Iterator[str]:
     plan = seen.plan or seen.first
     predicted = plan.predicted
     yield f"{script}: {seen.budgets.describe()}"
@@ -168,7 +168,7 @@ def _pins(plan: MemoryPlan, resident: float | None) -> str:
     return pins if resident is None else f'{pins}, memory.resident = "{resident}"'
 
 
-def _as_object(seen: Seen) -> dict[str, Any]:
+def _as_object(seen: ObservedScript) -> dict[str, Any]:
     plan = seen.plan or seen.first
     return {
         "budgets": msgspec.to_builtins(seen.budgets),

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 from atoll.groups.chooser import ScoreFunction, computing
 from atoll.groups.grouping import Grouping
-from atoll.hub.planner import Known
+from atoll.hub.planner import WorkerMeasurements
 from atoll.plan.measured import cluster_of
 from atoll.plan.throughput import Throughput
 
 
-def score_for(known: Known) -> ScoreFunction:
+def score_for(known: WorkerMeasurements) -> ScoreFunction:
     """Return a score by `Throughput`, or by computing alone if links, model size or batch are unknown."""
     if known.links is None or not known.size or not known.batch:
         return computing(known.speeds)

@@ -18,7 +18,7 @@ from atoll.cpuside.publishing import Publishing
 from atoll.cpuside.stage import Stage
 from atoll.cpuside.takeover import Taker
 from atoll.cpuside.telling import Telling
-from atoll.exchange.globalparameters import Outcome
+from atoll.exchange.globalparameters import IterationOutcome
 from atoll.exchange.globalstate import most_bytes
 from atoll.peers import outputs as out
 from atoll.wire import device as d
@@ -102,7 +102,7 @@ class Acting:
         abouts = [about for key in keys if (about := model.assembly[key].about) is not None]
         contributions = model.contributions(keys)
 
-        def applied(outcome: Outcome) -> None:
+        def applied(outcome: IterationOutcome) -> None:
             if stage.node is not node:
                 return  # that life is over
             reach("node.applied", output.iteration)
@@ -115,7 +115,7 @@ class Acting:
 
         self._work.do(lambda: model.apply(output.iteration, contributions), applied)
 
-    def _note_applied(self, iteration: int, outcome: Outcome, abouts: Sequence[n.About]) -> None:
+    def _note_applied(self, iteration: int, outcome: IterationOutcome, abouts: Sequence[n.About]) -> None:
         self._history.note(iteration, self._stage.shift, outcome, abouts)
         self._telling.counting.applied([iteration - each.taken for each in abouts])
         assert self._stage.view is not None

@@ -20,7 +20,7 @@ from atoll.wire.peers import Key
 
 
 @dataclass
-class Contribution:
+class AssembledContribution:
     """A contribution, or the received part of one."""
 
     about: About | None
@@ -55,7 +55,7 @@ class Assembly:
         self.sizes = [chunk.extent * itemsize(chunk.dtype) for chunk in chunks]
         self._slots = [len(chunk.slots) for chunk in chunks]
         self._groups, self._has_room = groups, has_room
-        self._contributions: dict[Key, Contribution] = {}
+        self._contributions: dict[Key, AssembledContribution] = {}
         self.refused = 0
         self.no_room = 0
 
@@ -73,12 +73,12 @@ class Assembly:
         """Iterate over the keys of whole contributions."""
         return (key for key, each in self._contributions.items() if each.is_whole)
 
-    def __getitem__(self, key: Key) -> Contribution:
+    def __getitem__(self, key: Key) -> AssembledContribution:
         return self._contributions[key]
 
     def keep(self, about: About, payloads: Sequence[Buffer], coded: Sequence[Buffer | None] = ()) -> Key:
         """Keep a whole contribution, whose memory stays unchanged until it is dropped."""
-        self._contributions[about.key] = Contribution(about, list(payloads), 0, coded)
+        self._contributions[about.key] = AssembledContribution(about, list(payloads), 0, coded)
         return about.key
 
     def add(self, message: About | Piece, payload: memoryview | None) -> bool:
@@ -92,7 +92,9 @@ class Assembly:
             if not self._has_room(key):
                 self.no_room += isinstance(message, About)
                 return False
-            found = self._contributions[key] = Contribution(None, [None] * len(self.sizes), len(self.sizes))
+            found = self._contributions[key] = AssembledContribution(
+                None, [None] * len(self.sizes), len(self.sizes)
+            )
         if found.is_whole:
             return False
         if isinstance(message, About):

@@ -9,7 +9,7 @@ from typing import Any
 from atoll.core.points import reach
 from atoll.core.units import format_bytes
 from atoll.cpuside.acting import Acting
-from atoll.cpuside.door import Asked
+from atoll.cpuside.door import StateRequest
 from atoll.cpuside.entering import Scripted
 from atoll.cpuside.giving import Giving
 from atoll.cpuside.optimizerstates import OptimizerStates
@@ -91,7 +91,7 @@ class Desk:
         self._acting.do(node.handle_met(time.monotonic(), message.number, at, message.stand))
 
     def _want_state(self, message: d.WantState, descriptors: list[int]) -> None:
-        self._states.asked.append(Asked(message.least, descriptors[0], self._telling.send))
+        self._states.asked.append(StateRequest(message.least, descriptors[0], self._telling.send))
 
     def _captured(self, message: d.Captured, _: list[int]) -> None:
         stage = self._stage

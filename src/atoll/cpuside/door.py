@@ -24,7 +24,7 @@ _BACKLOG = 64  # connections that wait to be accepted
 _CREDENTIALS = struct.Struct("3i")  # SO_PEERCRED: process, user, group
 
 
-class Asked(NamedTuple):
+class StateRequest(NamedTuple):
     """A request for the optimizer's state.
 
     Attributes:
@@ -54,10 +54,10 @@ class Door:
     def fileno(self) -> int:
         return self._epoll.fileno()
 
-    def take(self) -> list[Asked]:
+    def take(self) -> list[StateRequest]:
         """Accept connections and return requests; drops devices that are gone or send something else."""
         self._admit()
-        asked: list[Asked] = []
+        asked: list[StateRequest] = []
         for post in list(self._posts):
             try:
                 post.flush()
@@ -67,7 +67,7 @@ class Door:
                         for each in descriptors:
                             os.close(each)
                         raise PostClosedError
-                    asked.append(Asked(message.least, descriptors[0], self._answering(post)))
+                    asked.append(StateRequest(message.least, descriptors[0], self._answering(post)))
             except (PostClosedError, WireError):
                 self._forget(post)
         return asked

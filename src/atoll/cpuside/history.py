@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from atoll.core.errors import RunError
 from atoll.core.hyperparameters import SCHEDULED, difference_line
 from atoll.core.weighing import told_unlike
-from atoll.exchange.globalparameters import Outcome
+from atoll.exchange.globalparameters import IterationOutcome
 from atoll.wire import device as d
 from atoll.wire import nodes as n
 
@@ -53,7 +53,7 @@ class History:
         self.consumed = applied.consumed
         self._send(applied)
 
-    def note(self, iteration: int, shift: int, outcome: Outcome, abouts: Sequence[n.About]) -> None:
+    def note(self, iteration: int, shift: int, outcome: IterationOutcome, abouts: Sequence[n.About]) -> None:
         """Record an applied iteration, report it, and warn once of each kind of fault.
 
         Args:
@@ -63,7 +63,9 @@ class History:
             abouts: descriptions of the contributions.
         """
         parts = [
-            d.Part(each.key.life.node, each.key.life.incarnation, each.samples, each.weight, each.note)
+            d.AppliedContribution(
+                each.key.life.node, each.key.life.incarnation, each.samples, each.weight, each.note
+            )
             for each in abouts
         ]
         refused = [str(each.key.life.node) for each in abouts if each.refused]
@@ -102,7 +104,7 @@ class History:
         self._digests[iteration] = outcome.digest
         self._digests.pop(iteration - _DIGESTS, None)
 
-    def _parted(self, iteration: int, outcome: Outcome) -> str:
+    def _parted(self, iteration: int, outcome: IterationOutcome) -> str:
         """Return a line on the first hyperparameter that must be equal on all nodes but differs, or "".
 
         With stale_max above 0, nodes may be at different iterations, and hyperparameters that a scheduler

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from atoll.cpuside.acting import Acting
 from atoll.cpuside.calculating import Work
-from atoll.cpuside.door import Asked, Door
+from atoll.cpuside.door import Door, StateRequest
 from atoll.cpuside.stage import Stage
 from atoll.cpuside.trained import Trained
 from atoll.exchange.globalstate import pack_globals_into
@@ -25,7 +25,7 @@ class OptimizerStates:
 
     def __init__(self, stage: Stage, acting: Acting, work: Work, epoll: select.epoll) -> None:
         self._stage, self._acting, self._work, self._epoll = stage, acting, work, epoll
-        self.asked: list[Asked] = []
+        self.asked: list[StateRequest] = []
         self._door: Door | None = None
         # The decisions that were last asked for a global iteration, and the iteration.
         self._wanted: tuple[Node | None, int] = None, 0
@@ -73,7 +73,7 @@ class OptimizerStates:
             self._door.close()
 
 
-def _packing(model: Trained, asked: Asked) -> tuple[Callable[[], int], Callable[[int], None]]:
+def _packing(model: Trained, asked: StateRequest) -> tuple[Callable[[], int], Callable[[int], None]]:
     def pack() -> int:
         try:
             return pack_globals_into(model.globals, asked.file)

@@ -13,7 +13,7 @@ from atoll.net.endpoint import NOTHING_LISTENS, Client
 from atoll.wire import device as d
 from atoll.wire.nodes import Stands
 from atoll.wire.peers import WITNESS, PeerMessage
-from atoll.wire.peerviews import Accepted, Member, Outbid, Promised, View, ViewDecided
+from atoll.wire.peerviews import Accepted, Outbid, Promised, View, ViewDecided, ViewMember
 
 _OF_VIEWS = (Promised, Accepted, Outbid, ViewDecided)  # messages of a witness
 _NOBODY_SECONDS = 20.0  # longest wait for any of the nodes known from an earlier start to listen
@@ -98,7 +98,7 @@ class Others:
             if gone not in here:
                 self.network.drop_unsent(gone)
 
-    def _process_of(self, member: Member) -> int:
+    def _process_of(self, member: ViewMember) -> int:
         """Return the incarnation by which the network knows a member's process; 0 if unknown.
 
         A view may give a process that is already connected a new incarnation: the connections stay.

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from atoll.exchange.globalparameters import Contribution, GlobalParameters, Step, Whose
+from atoll.exchange.globalparameters import Contribution, GlobalParameters, PreparedStep, Whose
 from atoll.tensors.shardoptimizer import Scratch, ShardOptimizer
 
 _WORTH_KEEPING = 4  # least steps to keep in the twin: a copy of values and state costs about two steps
@@ -110,7 +110,7 @@ class Overlay:
         self._since, self._replaced = parameters.iteration, parameters.replaced
         self._kept = [(step.iteration, step.whose) for step in steps[:keep]]
 
-    def _see_to_hidden(self, steps: Sequence[Step], late: bool) -> float:
+    def _see_to_hidden(self, steps: Sequence[PreparedStep], late: bool) -> float:
         """Allocate or drop the memory of hidden effects; returns the part of them that stays hidden."""
         before, self._newest = self._newest, steps[-1].iteration if steps else self._parameters.iteration
         if late:
@@ -123,7 +123,7 @@ class Overlay:
             self._hidden.clear()
         return _STAYS ** max(0, self._newest - before)
 
-    def _made_before(self, steps: Sequence[Step]) -> int:
+    def _made_before(self, steps: Sequence[PreparedStep]) -> int:
         """Return the number of steps that the twin has made without a contribution that came late.
 
         0 if that is unknown, or if most contributions to an iteration came late. That happens on a slow
@@ -140,7 +140,7 @@ class Overlay:
         last, _ = self._kept[-1]
         return next((number for number, step in enumerate(steps, 1) if step.iteration == last), 0)
 
-    def _made_of(self, steps: Sequence[Step]) -> int:
+    def _made_of(self, steps: Sequence[PreparedStep]) -> int:
         """Return the number of first steps that the twin has made from the present global parameters.
 
         0 if the twin has made other steps.
@@ -156,7 +156,7 @@ class Overlay:
         return len(rest) if rest == [(step.iteration, step.whose) for step in steps[: len(rest)]] else 0
 
 
-def _settled(steps: Sequence[Step]) -> int:
+def _settled(steps: Sequence[PreparedStep]) -> int:
     """Return the number of first steps that will not change soon, for the twin to keep.
 
     They end where the slowest node has contributed last. Nodes that are far behind do not count, although a

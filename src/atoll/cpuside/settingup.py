@@ -19,7 +19,7 @@ from atoll.cpuside.telling import Telling
 from atoll.cpuside.trained import Trained
 from atoll.peers.node import Node
 from atoll.wire import device as d
-from atoll.wire.peerviews import Life, Member, View
+from atoll.wire.peerviews import Life, View, ViewMember
 
 
 class SettingUp:
@@ -49,7 +49,7 @@ class SettingUp:
             stage.entering = Entering(begin.timeout, returned=False)
             return
         members = tuple(
-            Member(Life(each.node, each.incarnation), address=each.address)
+            ViewMember(Life(each.node, each.incarnation), address=each.address)
             for each in sorted(message.nodes, key=lambda each: each.node)
         )
         last = {each.life.node: each.life.incarnation for each in members}

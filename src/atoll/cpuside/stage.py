@@ -9,7 +9,7 @@ from atoll.cpuside.entering import Entering, most_script
 from atoll.cpuside.trained import Trained
 from atoll.exchange.globalstate import most_bytes
 from atoll.peers.node import Node
-from atoll.peers.settings import Settings
+from atoll.peers.settings import NodeSettings
 from atoll.store.silence import USUAL_SECONDS
 from atoll.wire import device as d
 from atoll.wire.peers import Key
@@ -92,15 +92,15 @@ class Stage:
         """True if a contribution or a part of a meeting with this key is taken now."""
         return self.node is not None and not self.node.refusal(key)
 
-    def settings(self) -> Settings:
+    def settings(self) -> NodeSettings:
         """Return the settings of the decisions, from the run's configuration."""
         begin = self.begin
         # A node that evaluates alone or compiles may take long, as in any script: it answers meanwhile.
         fixed: dict[str, Any] = {"progress": (begin.timeout * _PROGRESS[0], begin.timeout * _PROGRESS[1])}
         if begin.patience > USUAL_SECONDS:
-            fixed["silence"] = tuple(each * begin.patience / USUAL_SECONDS for each in Settings.silence)
+            fixed["silence"] = tuple(each * begin.patience / USUAL_SECONDS for each in NodeSettings.silence)
         if begin.round_timeout > 0:
             fixed["round"] = (begin.round_timeout, begin.round_timeout)
         if begin.backoff > 0:
             fixed["backoff"] = (begin.backoff, begin.backoff)
-        return Settings(stale_max=begin.stale_max, **fixed)
+        return NodeSettings(stale_max=begin.stale_max, **fixed)

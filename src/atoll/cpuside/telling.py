@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from atoll.cpuside.door import Asked
+from atoll.cpuside.door import StateRequest
 from atoll.cpuside.figures import Counting
 from atoll.cpuside.network import Counts
 from atoll.cpuside.trained import Trained
@@ -31,7 +31,7 @@ class Telling:
 
     def told(self, what: str, choice: str, reason: str) -> None:
         """Report a decision (core.events.Decided); with an empty choice, a warning."""
-        self.send(d.Told(what=what[:256], choice=choice[:4000], reason=reason[:4000]))
+        self.send(d.Notice(what=what[:256], choice=choice[:4000], reason=reason[:4000]))
 
     def note(self, note: Note) -> None:
         """Count a note of the decisions and report it; rounds are reported once a second."""
@@ -52,7 +52,7 @@ class Telling:
         """True if the next message on the worker's wait is due at `now`."""
         return now > self._waiting_at + _WAITING_EACH
 
-    def waiting(self, lines: Sequence[str], asking: Sequence[Asked], *, again: bool) -> None:
+    def waiting(self, lines: Sequence[str], asking: Sequence[StateRequest], *, again: bool) -> None:
         """Send the reasons of a wait to the worker, and to those `asking` for the optimizer's state.
 
         Reasons that were just sent are sent once more only with `again`.

@@ -198,14 +198,14 @@ class Trained:
             refused=about.refused,
         )
 
-    def apply(self, iteration: int, contributions: Sequence[steps.Contribution]) -> steps.Outcome:
+    def apply(self, iteration: int, contributions: Sequence[steps.Contribution]) -> steps.IterationOutcome:
         """Make an iteration's step; runs on the calculating thread."""
         began = time.perf_counter()
         if contributions:
             outcome = self.globals.apply(iteration, contributions)
         else:  # all contributors are gone
             self.globals.iteration = iteration + 1
-            outcome = steps.Outcome(iteration, False, None, {}, self.globals.digest)
+            outcome = steps.IterationOutcome(iteration, False, None, {}, self.globals.digest)
         self.seconds_applying += time.perf_counter() - began
         return outcome
 

@@ -62,7 +62,7 @@ class Contribution:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class IterationOutcome:
     """The outcome of an iteration.
 
     Attributes:
@@ -86,7 +86,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Step:
+class PreparedStep:
     """An iteration's step, ready to be made chunk by chunk.
 
     Attributes:
@@ -214,7 +214,7 @@ class GlobalParameters:
             raise UserError(f"{who}: {error}") from None
 
     @torch.no_grad()
-    def apply(self, iteration: int, contributions: Sequence[Contribution]) -> Outcome:
+    def apply(self, iteration: int, contributions: Sequence[Contribution]) -> IterationOutcome:
         """Make the step of the next iteration, with all its contributions in order of node.
 
         The hyperparameters, and the wish to clip, of the first contribution with weight count. Invalid
@@ -244,7 +244,7 @@ class GlobalParameters:
         self._norms = {t: norm for t, norm in self._norms.items() if t >= self.iteration}
         norm = None if step is None or step.norm is None else float(step.norm)
         unlike, parted = _unlike(taken), _parted(taken)
-        return Outcome(iteration, step is not None, norm, unlike, self.digest, first, wrong, parted)
+        return IterationOutcome(iteration, step is not None, norm, unlike, self.digest, first, wrong, parted)
 
     def _wrong(self, contributions: Sequence[Contribution]) -> dict[int, str]:
         """Return the reason for each node whose weight or hyperparameters no step would take.
@@ -266,7 +266,7 @@ class GlobalParameters:
         return wrong
 
     @torch.no_grad()
-    def prepare(self, iteration: int, contributions: Sequence[Contribution]) -> Step | None:
+    def prepare(self, iteration: int, contributions: Sequence[Contribution]) -> PreparedStep | None:
         """Prepare the step of an iteration from its contributions, in order of node.
 
         Returns None if no contribution counts, or one is refused. The norm of one set of contributions is
@@ -283,7 +283,7 @@ class GlobalParameters:
         settings = self.optimizer.settings(first.hyperparameters)
         whose = tuple((each.node, each.incarnation) for each in contributions)
         shares = [weight / total for weight in weights]
-        step = Step(iteration, whose, counted, shares, settings, None, None)
+        step = PreparedStep(iteration, whose, counted, shares, settings, None, None)
         if first.clip is None:
             return step
         known = self._norms.get(iteration)
@@ -293,7 +293,7 @@ class GlobalParameters:
         return replace(step, norm=known.norm, coefficient=known.coefficient)
 
     def step_chunk(
-        self, chunk: int, step: Step, scratch: Scratch, optimizer: ShardOptimizer | None = None
+        self, chunk: int, step: PreparedStep, scratch: Scratch, optimizer: ShardOptimizer | None = None
     ) -> None:
         """Make a step on one chunk's values and state, by this optimizer or a twin, if it trains the
         chunk."""
@@ -325,11 +325,11 @@ class GlobalParameters:
         twin = 2 * trained + state
         return {"parameters": parameters, "optimizer": state, "twin": twin, "scratch": scratch}
 
-    def _advance(self, chunk: int, step: Step, scratch: Scratch) -> None:
+    def _advance(self, chunk: int, step: PreparedStep, scratch: Scratch) -> None:
         self.step_chunk(chunk, step, scratch)
         self._sum(chunk)
 
-    def _mean(self, chunk: int, step: Step, scratch: Scratch) -> Tensor:
+    def _mean(self, chunk: int, step: PreparedStep, scratch: Scratch) -> Tensor:
         """Return a chunk's mean by weight; of one contribution, its own gradients."""
         first = step.counted[0].gradients[chunk]
         if len(step.counted) == 1:
@@ -339,7 +339,7 @@ class GlobalParameters:
             mean.add_(each.gradients[chunk], alpha=share)
         return mean
 
-    def _norm(self, step: Step, clip: Clip) -> Tensor:
+    def _norm(self, step: PreparedStep, clip: Clip) -> Tensor:
         """Return the mean's global norm, as torch.nn.utils.get_total_norm computes it of single
         parameters."""
         norms: dict[tuple[int, int], Tensor] = {}

@@ -34,7 +34,7 @@ from atoll.wire.base import HEADER_BYTES, Count, Hyperparameters, Name
 _LENGTH, _BEGIN = 8, 16  # bytes: of the length, and up to the head
 
 
-class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PackedChunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The packed state of a chunk: its payloads are its values, if `values`, and then its `states`.
 
     Attributes:
@@ -64,7 +64,7 @@ class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digest: bytes
     optimizer: Name
     hyperparameters: Hyperparameters
-    parts: list[Part]
+    parts: list[PackedChunk]
 
 
 class Packed(NamedTuple):
@@ -93,14 +93,14 @@ def pack_globals_into(parameters: GlobalParameters, fd: int) -> int:
 
 def _parts_of(parameters: GlobalParameters, values: bool) -> tuple[Head, list[Tensor]]:
     optimizer = parameters.optimizer
-    parts: list[Part] = []
+    parts: list[PackedChunk] = []
     payloads: list[Tensor] = []
     for chunk in optimizer.chunks:
         if not values and not optimizer.trains(chunk):
             continue
         states, slots = optimizer.state(chunk)
         parts.append(
-            Part(
+            PackedChunk(
                 chunk=chunk,
                 values=values,
                 states={key: _name(flat.dtype) for key, flat in states.items()},
@@ -200,7 +200,7 @@ def unpack(raw: memoryview, chunks: Mapping[int, Chunk]) -> Packed:
     return Packed(head, payloads)
 
 
-def _chunk_of(part: Part, chunks: Mapping[int, Chunk]) -> Chunk:
+def _chunk_of(part: PackedChunk, chunks: Mapping[int, Chunk]) -> Chunk:
     """Return the chunk of a part. Raises UserError for a part that does not fit it."""
     if part.chunk not in chunks:
         raise UserError(f"the state given has a chunk {part.chunk}, which this model has not")
@@ -216,7 +216,7 @@ def _chunk_of(part: Part, chunks: Mapping[int, Chunk]) -> Chunk:
     return chunk
 
 
-def _dtypes(part: Part, chunk: Chunk) -> Iterator[str]:
+def _dtypes(part: PackedChunk, chunk: Chunk) -> Iterator[str]:
     """Yield the dtypes of a part's payloads, in order."""
     if part.values:
         yield chunk.dtype
@@ -241,7 +241,7 @@ def pack_optimizer(
         elementwise: the keys that `elementwise_keys` found.
     """
     trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    parts: list[Part] = []
+    parts: list[PackedChunk] = []
     payloads: list[Tensor] = []
     for bound in sorted(chunks, key=lambda bound: bound.chunk.id):
         if bound.parameters[0] not in trained:
@@ -261,7 +261,7 @@ def pack_optimizer(
             for own in held
         ]
         kept = {key: _name(flat.dtype) for key, flat in states.items()}
-        parts.append(Part(chunk=bound.chunk.id, values=False, states=kept, numbers={}, slots=slots))
+        parts.append(PackedChunk(chunk=bound.chunk.id, values=False, states=kept, numbers={}, slots=slots))
         payloads += states.values()
     head = Head(
         iteration=iteration,

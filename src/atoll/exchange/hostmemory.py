@@ -36,7 +36,7 @@ def slots_for(stale_max: int) -> int:
 
 
 @dataclass(frozen=True)
-class Run:
+class ChunkPlace:
     """The place of a chunk's `numel` values, from byte `offset` of a run of several chunks."""
 
     chunk: int
@@ -61,8 +61,8 @@ class MemoryPlan:
 
     slots: int
     buffers: int
-    trained: tuple[Run, ...]
-    frozen: tuple[Run, ...]
+    trained: tuple[ChunkPlace, ...]
+    frozen: tuple[ChunkPlace, ...]
     run_bytes: int
     frozen_bytes: int
 
@@ -89,16 +89,16 @@ def plan_memory(layout: ChunkMap, slots: int, buffers: int = BUFFERS) -> MemoryP
     return MemoryPlan(slots, buffers, trained, frozen, run_bytes, frozen_bytes)
 
 
-def _in_a_row(chunks: Sequence[Chunk]) -> tuple[tuple[Run, ...], int]:
+def _in_a_row(chunks: Sequence[Chunk]) -> tuple[tuple[ChunkPlace, ...], int]:
     runs, end = [], 0
     for chunk in chunks:
-        run = Run(chunk.id, _round_up(end, ALIGNMENT), chunk.extent, chunk.dtype)
+        run = ChunkPlace(chunk.id, _round_up(end, ALIGNMENT), chunk.extent, chunk.dtype)
         runs.append(run)
         end = run.offset + run.nbytes
     return tuple(runs), _round_up(end, PAGE)
 
 
-def views(memory: Tensor, runs: Sequence[Run]) -> dict[int, Tensor]:
+def views(memory: Tensor, runs: Sequence[ChunkPlace]) -> dict[int, Tensor]:
     """Return the chunks in `memory`, (bytes,), by id: 1-D views of the chunks' dtypes."""
     return {
         run.chunk: memory[run.offset : run.offset + run.nbytes].view(getattr(torch, run.dtype))
@@ -282,7 +282,7 @@ def host_bytes(plan: MemoryPlan, parameters: Mapping[str, int], most: int) -> Ho
 
     Args:
         parameters: the `nbytes` of its GlobalParameters.
-        most: contributions that it holds at most (peers/settings.py: Settings.most_held).
+        most: contributions that it holds at most (peers/settings.py: NodeSettings.most_held).
     """
     each = sum(run.nbytes for run in plan.trained)
     return HostBytes(plan.nbytes, contributions=most * each, **parameters)

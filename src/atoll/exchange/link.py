@@ -17,7 +17,7 @@ from atoll.core.events import LinkFigures
 from atoll.core.texts import one_line
 from atoll.exchange.parties import Parties
 from atoll.exchange.silence import Silence
-from atoll.exchange.waits import Wait, Waits
+from atoll.exchange.waits import ClientWaits, Wait
 from atoll.net.endpoint import Client, Endpoint, poll
 from atoll.net.keys import Keys
 from atoll.net.requests import MOST_REASON, decode_from
@@ -43,7 +43,7 @@ _BEHIND_SECONDS = 0.001  # between looks at the connections, while payloads wait
 _POLL_SECONDS = 0.1  # between looks at connections that may have failed
 
 
-class Link:
+class ShardLink:
     """One connection to each shard. A message that comes is handed to the handler of its type.
 
     Handlers run on the thread that calls `wait` or `take`. Sockets send by themselves.
@@ -95,7 +95,7 @@ class Link:
             Missing: self._handle_missing,
             Ping: ignored,
         }
-        self.waits = Waits(parties, lambda shard: f"{self._named(shard)}{self._links.gone(shard)}")
+        self.waits = ClientWaits(parties, lambda shard: f"{self._named(shard)}{self._links.gone(shard)}")
         self._links = self._connect(addresses)
 
     def _connect(self, addresses: Sequence[str]) -> ReturningLinks:

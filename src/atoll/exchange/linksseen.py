@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from atoll.core.events import LinkSeen
 from atoll.exchange.feedback import Feedback, Losses
-from atoll.exchange.link import Link
+from atoll.exchange.link import ShardLink
 from atoll.net.linkcounts import EVERY_SECONDS, LinkCounts
 
 
@@ -24,12 +24,12 @@ class LinksSeen:
         self._due = time.monotonic() + EVERY_SECONDS
         self._counts = LinkCounts()
 
-    def tell_if_due(self, link: Link | None, feedback: Feedback | None) -> None:
+    def tell_if_due(self, link: ShardLink | None, feedback: Feedback | None) -> None:
         """Report if it is time."""
         if time.monotonic() >= self._due:
             self.tell(link, feedback)
 
-    def tell(self, link: Link | None, feedback: Feedback | None) -> None:
+    def tell(self, link: ShardLink | None, feedback: Feedback | None) -> None:
         """Report each connection as it is now. `feedback` is the model's, once there is one."""
         self._due = time.monotonic() + EVERY_SECONDS
         for shard, figures in (link.figures() if link is not None else {}).items():

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from atoll.axes.values import Run
+from atoll.axes.values import ElementRange
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +37,7 @@ class Contributors:
 class Update(Protocol):
     """An open change of a replica's values."""
 
-    def write(self, run: Run, values: Tensor) -> None:
+    def write(self, run: ElementRange, values: Tensor) -> None:
         """Write `values`, (stop - start,), into the run."""
 
 
@@ -45,10 +45,10 @@ class Replica(Protocol):
     """The values of this contributor's replica, on the device or in tiers of memory."""
 
     @property
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple[ElementRange, ...]:
         """The trained parameters in pieces that are equal on every worker: one for each chunk."""
 
-    def read(self, run: Run) -> Tensor:
+    def read(self, run: ElementRange) -> Tensor:
         """Return a copy of a run's values, (stop - start,), in host memory, in the parameters' own dtype."""
 
     def update(self) -> AbstractContextManager[Update]:

@@ -44,7 +44,7 @@ class Wait:
         return True
 
 
-class Waits:
+class ClientWaits:
     """The waits of a client.
 
     Args:

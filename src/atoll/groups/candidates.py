@@ -11,7 +11,7 @@ _MOST_WHOLE = 12  # most workers for which all contiguous runs are listed: 2048
 _MOST_PAIRS = 64  # most groups for which all pairs are tried for a merge; else neighbours in speed
 
 
-class Order:
+class SpeedOrder:
     """Workers from the fastest to the slowest; equal ones by site and number."""
 
     def __init__(self, speeds: Mapping[int, float], sites: Mapping[int, str]) -> None:
@@ -67,13 +67,15 @@ def cut(ordered: Sequence[int], cuts: Sequence[int]) -> list[Sequence[int]]:
     return [ordered[start:end] for start, end in itertools.pairwise([0, *cuts, len(ordered)])]
 
 
-def speed_runs(order: Order, most: int, groups: int | None = None) -> Iterator[Grouping]:
+def speed_runs(order: SpeedOrder, most: int, groups: int | None = None) -> Iterator[Grouping]:
     """Yield contiguous runs of the order of speed: all of them for few workers, else those of `_runs`."""
     for runs in _runs(order, order.workers, most, groups):
         yield Grouping(runs)
 
 
-def by_site_and_speed(order: Order, base: Grouping, site: Sequence[int], most: int) -> Iterator[Grouping]:
+def by_site_and_speed(
+    order: SpeedOrder, base: Grouping, site: Sequence[int], most: int
+) -> Iterator[Grouping]:
     """Yield `base` with the workers of `site` cut into runs of speed instead."""
     others = [group for group in base if not set(group) & set(site)]
     for runs in _runs(order, order.sort(site), most, None):
@@ -81,7 +83,7 @@ def by_site_and_speed(order: Order, base: Grouping, site: Sequence[int], most: i
 
 
 def _runs(
-    order: Order, ordered: Sequence[int], most: int, groups: int | None
+    order: SpeedOrder, ordered: Sequence[int], most: int, groups: int | None
 ) -> Iterator[list[Sequence[int]]]:
     """Yield up to `most` ways to cut the order.
 
@@ -98,7 +100,7 @@ def _runs(
     yield from itertools.islice(_some_runs(order, ordered), most)
 
 
-def _some_runs(order: Order, ordered: Sequence[int]) -> Iterator[list[Sequence[int]]]:
+def _some_runs(order: SpeedOrder, ordered: Sequence[int]) -> Iterator[list[Sequence[int]]]:
     count = len(ordered)
     gaps = sorted(range(1, count), key=lambda place: (-order.gap(ordered[place - 1], ordered[place]), place))
     for cuts in range(count):
@@ -110,7 +112,7 @@ def _some_runs(order: Order, ordered: Sequence[int]) -> Iterator[list[Sequence[i
         yield cut(ordered, [place])
 
 
-def neighbours(order: Order, grouping: Grouping, groups: int | None = None) -> Iterator[Grouping]:
+def neighbours(order: SpeedOrder, grouping: Grouping, groups: int | None = None) -> Iterator[Grouping]:
     """Yield the groupings one merge, split, move or swap away, in this order.
 
     With `groups` only those with an equal number of groups.
@@ -123,7 +125,7 @@ def neighbours(order: Order, grouping: Grouping, groups: int | None = None) -> I
     yield from _swaps(runs)
 
 
-def merges(order: Order, grouping: Grouping) -> Iterator[Grouping]:
+def merges(order: SpeedOrder, grouping: Grouping) -> Iterator[Grouping]:
     """Yield the grouping with two groups merged: any two, or of many groups those that are near in speed."""
     runs = order.runs(grouping)
     count = len(runs)
@@ -137,7 +139,7 @@ def merges(order: Order, grouping: Grouping) -> Iterator[Grouping]:
         yield Grouping([*rest, runs[first] + runs[second]])
 
 
-def splits(order: Order, grouping: Grouping) -> Iterator[Grouping]:
+def splits(order: SpeedOrder, grouping: Grouping) -> Iterator[Grouping]:
     """Yield the grouping with a group cut in two, its faster and its slower members."""
     runs = order.runs(grouping)
     for place, run in enumerate(runs):

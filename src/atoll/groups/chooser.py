@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from atoll.core.errors import UserError
 from atoll.groups.candidates import (
-    Order,
+    SpeedOrder,
     all_groupings,
     by_site_and_speed,
     equal_runs,
@@ -48,7 +48,7 @@ ScoreFunction: TypeAlias = Callable[[Grouping], Score]
 
 
 @dataclass(frozen=True)
-class Measured:
+class ProbeMeasurements:
     """Measurements of the probe.
 
     Without `sites`, clusters of near workers serve as sites if links are known. Raises UserError for no
@@ -108,7 +108,7 @@ def computing(speeds: Mapping[int, float]) -> ScoreFunction:
 
 
 def choose(
-    measured: Measured,
+    measured: ProbeMeasurements,
     score: ScoreFunction,
     *,
     groups: int | None = None,
@@ -143,9 +143,14 @@ class _Search:
     """
 
     def __init__(
-        self, measured: Measured, score: ScoreFunction, groups: int | None, tolerance: float, most: int
+        self,
+        measured: ProbeMeasurements,
+        score: ScoreFunction,
+        groups: int | None,
+        tolerance: float,
+        most: int,
     ) -> None:
-        self.order = Order(measured.speeds, measured.sites)
+        self.order = SpeedOrder(measured.speeds, measured.sites)
         self._measured, self._score, self._groups = measured, score, groups
         self._tolerance, self._most, self._left = tolerance, most, most
         self._found: dict[Grouping, Candidate] = {}

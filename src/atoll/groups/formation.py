@@ -83,7 +83,7 @@ class Empty:
     life: int
 
 
-Outcome: TypeAlias = Opened | Formed | Placed | Stays | GivenUp | Empty
+FormationEvent: TypeAlias = Opened | Formed | Placed | Stays | GivenUp | Empty
 
 
 @dataclass
@@ -204,7 +204,7 @@ class Formation:
 
     # -- workers ------------------------------------------------------------------------------------------
 
-    def handle_joined(self, worker: int, life: int) -> list[Outcome]:
+    def handle_joined(self, worker: int, life: int) -> list[FormationEvent]:
         """Add a worker, as a contributor by itself until it is placed."""
         state = self._state
         before = [key for key in state.abandoned if key[0] == worker]  # of a dead worker with this rank
@@ -214,13 +214,13 @@ class Formation:
         state.next_number = max(state.next_number, worker + 1)
         return [Empty(*key) for key in before]
 
-    def handle_left(self, now: float, worker: int, *, finished: bool = False) -> list[Outcome]:
+    def handle_left(self, now: float, worker: int, *, finished: bool = False) -> list[FormationEvent]:
         """Remove a worker that died, or ended its session (`finished`)."""
         state = self._state
         known = state.workers.pop(worker, None)
         if known is None:
             return []
-        outcomes: list[Outcome] = []
+        outcomes: list[FormationEvent] = []
         for number in dict.fromkeys([known.contributor, known.target]):
             there = state.contributors.get(number) if number is not None else None
             if number is None or there is None:
@@ -249,7 +249,9 @@ class Formation:
 
     # -- decisions ----------------------------------------------------------------------------------------
 
-    def handle_decided(self, now: float, groups: Iterable[Iterable[int]], reason: str) -> list[Outcome]:
+    def handle_decided(
+        self, now: float, groups: Iterable[Iterable[int]], reason: str
+    ) -> list[FormationEvent]:
         """Take a decision: form these groups; workers in none of them stay where they are.
 
         The groups are opened once none of their workers is moving. Waiting decisions that concern only these
@@ -267,7 +269,7 @@ class Formation:
 
     def handle_asked(
         self, now: float, worker: int, grouping: int, iteration: int, patience: float
-    ) -> list[Outcome]:
+    ) -> list[FormationEvent]:
         """A worker asks for its group.
 
         Args:
@@ -293,7 +295,7 @@ class Formation:
             each.until = now + patience if each.until is None else each.until
         return [*self._form_if_whole(forming), *self._fence_left()]
 
-    def handle_arrived(self, now: float, worker: int, contributor: int) -> list[Outcome]:
+    def handle_arrived(self, now: float, worker: int, contributor: int) -> list[FormationEvent]:
         """Record that a worker now speaks only for its new contributor. May be repeated."""
         state = self._state
         known = state.workers.get(worker)
@@ -312,11 +314,11 @@ class Formation:
 
     # -- time ---------------------------------------------------------------------------------------------
 
-    def poll(self, now: float) -> list[Outcome]:
+    def poll(self, now: float) -> list[FormationEvent]:
         """Give up late groups, and open those that are due."""
         state = self._state
         late = [each for each in state.forming if each.until is not None and each.until <= now]
-        outcomes: list[Outcome] = []
+        outcomes: list[FormationEvent] = []
         for forming in late:
             outcomes += self._give_up(now, forming)
         if late:
@@ -336,10 +338,10 @@ class Formation:
 
     # -- opening ------------------------------------------------------------------------------------------
 
-    def _open_waiting(self, now: float) -> list[Outcome]:
+    def _open_waiting(self, now: float) -> list[FormationEvent]:
         """Open all decisions that are due and whose workers are not moving."""
         state = self._state
-        outcomes: list[Outcome] = []
+        outcomes: list[FormationEvent] = []
         for decision in list(state.waiting):
             if self._may_open(decision):
                 state.waiting.remove(decision)
@@ -388,7 +390,7 @@ class Formation:
             and planned.isdisjoint(there.members)
         ]
 
-    def _open(self, decision: DecisionState) -> list[Outcome]:
+    def _open(self, decision: DecisionState) -> list[FormationEvent]:
         state = self._state
         living = [[worker for worker in group if worker in state.workers] for group in decision.groups]
         groups = [group for group in living if group and not self._is_there(group)]
@@ -430,7 +432,7 @@ class Formation:
 
     # -- forming ------------------------------------------------------------------------------------------
 
-    def _form_if_whole(self, forming: FormingState) -> list[Outcome]:
+    def _form_if_whole(self, forming: FormingState) -> list[FormationEvent]:
         state = self._state
         if len(forming.asked) < len(forming.wanted):
             return []
@@ -448,7 +450,7 @@ class Formation:
         newcomers = sum(forming.asked[worker] < most for worker in order)
         return [Formed(forming.grouping, number, life, tuple(order), newcomers)]
 
-    def _give_up(self, now: float, forming: FormingState) -> list[Outcome]:
+    def _give_up(self, now: float, forming: FormingState) -> list[FormationEvent]:
         state = self._state
         state.forming.remove(forming)
         missing = [worker for worker in sorted(forming.wanted) if worker not in forming.asked]
@@ -465,7 +467,7 @@ class Formation:
         stays = [Stays(worker, reason) for worker in sorted(forming.asked)]
         return [GivenUp(forming.grouping, group, reason, again.due), *stays]
 
-    def _fence_left(self) -> list[Outcome]:
+    def _fence_left(self) -> list[FormationEvent]:
         """Fence contributors that all members have left; in lock step only when no worker is moving any
         more."""
         if self._lockstep and not self.settled():

@@ -49,7 +49,7 @@ class Late:
     reason: str
 
 
-Outcome: TypeAlias = Formed | GivenUp | Late
+ProbeEvent: TypeAlias = Formed | GivenUp | Late
 
 
 @dataclass
@@ -93,7 +93,7 @@ class ProbeQueue:
             raise UserError(f"patience {patience:g} s must be above 0, and tolerance {tolerance:g} 0 or more")
         self._patience, self._tolerance, self._name = patience, tolerance, name
         self._state = ProbeState(now, groups, begun, {}, {})
-        self._outcomes: list[Outcome] = []  # since the last poll
+        self._outcomes: list[ProbeEvent] = []  # since the last poll
 
     @property
     def over(self) -> bool:
@@ -187,7 +187,7 @@ class ProbeQueue:
 
     # -- decisions ----------------------------------------------------------------------------------------
 
-    def poll(self, now: float) -> list[Outcome]:
+    def poll(self, now: float) -> list[ProbeEvent]:
         """Return the outcomes up to `now`, in order.
 
         Raises DeadlineError, once, if no worker reported in time: then there is nothing to form groups by.

@@ -32,7 +32,7 @@ class Measure:
 
 
 @dataclass(frozen=True)
-class Measured:
+class LinkMeasurement:
     """A link as measured by one of its ends: bytes per second, and seconds one way."""
 
     bandwidth: float
@@ -40,7 +40,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Found:
+class MeasuredLinks:
     """Links of the workers that were measured. `without` are the others.
 
     `reason` says how many pairs were measured, and how the rest was filled in.
@@ -77,7 +77,7 @@ class LinkProbe:
         least: float = 0.0,
         most: float = 1.0,
         together: int = 1,
-        known: Mapping[tuple[int, int], Measured] | None = None,
+        known: Mapping[tuple[int, int], LinkMeasurement] | None = None,
         only: Collection[tuple[int, int]] | None = None,
         name: Callable[[int], str] = str,
     ) -> None:
@@ -103,7 +103,7 @@ class LinkProbe:
 
     # -- events -------------------------------------------------------------------------------------------
 
-    def handle_measured(self, now: float, first: int, second: int, measured: Measured) -> None:  # noqa: ARG002
+    def handle_measured(self, now: float, first: int, second: int, measured: LinkMeasurement) -> None:  # noqa: ARG002
         """Take a pair's result, even a late one.
 
         Raises UserError for a pair that is not this probe's, and for an impossible bandwidth (above 0) or
@@ -149,7 +149,7 @@ class LinkProbe:
         """Return when `poll` next has something to do without other events; None if it is over."""
         return min(self._under_way.values(), default=self._until if self._waiting else None)
 
-    def found(self) -> Found:
+    def found(self) -> MeasuredLinks:
         """Return the links known so far.
 
         An unmeasured link gets the bandwidth of the widest path over measured links, and the latency of the
@@ -158,7 +158,9 @@ class LinkProbe:
         joined = self._joined()
         bandwidth, latency = self._matrices(joined)
         without = tuple(worker for worker in self._workers if worker not in joined)
-        return Found(Links.of(joined, bandwidth, latency, self._name), without, self._reason(joined, without))
+        return MeasuredLinks(
+            Links.of(joined, bandwidth, latency, self._name), without, self._reason(joined, without)
+        )
 
     def _next(self) -> tuple[int, int] | None:
         """Return the first waiting pair of two idle workers."""

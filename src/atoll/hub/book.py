@@ -14,7 +14,6 @@ from typing import Protocol
 
 from atoll.hub.records import (
     AnyRecord,
-    Asked,
     Began,
     BookState,
     Came,
@@ -23,6 +22,7 @@ from atoll.hub.records import (
     InGroups,
     InRing,
     Knows,
+    LeaseRequest,
     Left,
     Linked,
     Over,
@@ -30,7 +30,7 @@ from atoll.hub.records import (
     Paired,
     Promoted,
     TimePassed,
-    Told,
+    UsageReport,
     Voted,
 )
 from atoll.peers.witness import Answer, Witness
@@ -98,7 +98,7 @@ class Gone:
 
 
 @dataclass(frozen=True)
-class Word:
+class LogEffects:
     """Effects of a log's message: the number of samples that are free again (None: the hub had not asked),
     and the epochs finished by it, each with the number of samples leased by each rank."""
 
@@ -141,9 +141,9 @@ class Book:
             self.leave(record)
         elif isinstance(record, Died):
             self.die(record)
-        elif isinstance(record, Asked):
+        elif isinstance(record, LeaseRequest):
             self.lease(record)
-        elif isinstance(record, Told):
+        elif isinstance(record, UsageReport):
             self.told(record)
         elif isinstance(record, InRing):
             assert self.rings is not None
@@ -261,7 +261,7 @@ class Book:
 
     # -- samples ------------------------------------------------------------------------------------------
 
-    def lease(self, record: Asked) -> tuple[Leased, bool]:
+    def lease(self, record: LeaseRequest) -> tuple[Leased, bool]:
         """Handle a worker's request for samples; returns the answer, and True if it is the epoch's first.
         Raises UserError, and changes nothing, if `Leases.handle_lease` refuses."""
         before = self.lease_changes
@@ -281,7 +281,7 @@ class Book:
         """Counter of lease answers that a journal has to record."""
         return self.leases.changes + (self.groups.changes if self.groups is not None else 0)
 
-    def told(self, record: Told) -> Word:
+    def told(self, record: UsageReport) -> LogEffects:
         """Handle a log's report of used samples: an answer to a fence, or news."""
         fenced, fences = record.fenced, self.fences.get(record.log)
         key = (fenced.worker, fenced.incarnation)
@@ -292,22 +292,22 @@ class Book:
                 self.groups.fenced(key)
         if record.log != GLOBAL:  # the global log has not counted it yet
             if not asked:
-                return Word()
-            return Word(self.leases.handle_fenced(*key, fenced.used, final=False))
+                return LogEffects()
+            return LogEffects(self.leases.handle_fenced(*key, fenced.used, final=False))
         if not self.members.sites.workers:
             workers = [key]
         elif fenced.worker < len(self.members.sites.workers):
             site = list(self.members.sites.workers)[fenced.worker]
             workers = [known for known, where in self._site_of.items() if where == site]
         else:
-            return Word()  # names no site of this run
+            return LogEffects()  # names no site of this run
         returned = 0
         for worker, incarnation in workers:
             if asked:
                 returned += self.leases.handle_fenced(worker, incarnation, fenced.used)
             else:
                 self.leases.handle_used(worker, incarnation, fenced.used)
-        return Word(returned if asked else None, self._over(fenced.used))
+        return LogEffects(returned if asked else None, self._over(fenced.used))
 
     def _over(self, used: Sequence[Used]) -> list[tuple[tuple[int, int], dict[int, int]]]:
         """Return the finished epochs among those in `used`, each with the number of samples leased by each

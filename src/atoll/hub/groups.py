@@ -17,7 +17,7 @@ from atoll.core.units import format_seconds
 from atoll.groups import formation
 from atoll.groups.formation import Formation, FormationState
 from atoll.groups.grouping import Grouping, show
-from atoll.groups.probing import Measured
+from atoll.groups.probing import LinkMeasurement
 from atoll.hub.book import GLOBAL, Book
 from atoll.hub.decisions import Decisions
 from atoll.hub.links import LinkDesk
@@ -60,7 +60,7 @@ class _State:
     wanted: list[list[int]]
     placed: bool
     sites: dict[int, str]
-    links: dict[tuple[str, str], Measured] = field(default_factory=dict)
+    links: dict[tuple[str, str], LinkMeasurement] = field(default_factory=dict)
     hosts: dict[int, str] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
 
@@ -252,7 +252,7 @@ class Groups:
             self._decisions.add("groups", f"workers {show(Grouping(groups))}", decided.reason)
         self._apply(outcomes)
 
-    def _apply(self, outcomes: Iterable[formation.Outcome]) -> None:
+    def _apply(self, outcomes: Iterable[formation.FormationEvent]) -> None:
         """Carry out outcomes of the formation."""
         for outcome in outcomes:
             if isinstance(outcome, formation.Opened):

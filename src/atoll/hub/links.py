@@ -14,7 +14,7 @@ from itertools import combinations
 
 from atoll.core.units import format_rate, format_seconds
 from atoll.groups.links import Links
-from atoll.groups.probing import LinkProbe, Measured
+from atoll.groups.probing import LinkMeasurement, LinkProbe
 from atoll.hub.records import Linked
 from atoll.wire.messages import LinkMeasured, LinkPlace, MeasureLink
 
@@ -56,7 +56,7 @@ class LinkDesk:
 
     def __init__(self, seconds: float, keep: Callable[[Linked], None]) -> None:
         self._seconds, self._keep = seconds, keep
-        self.known: dict[Way, Measured] = {}
+        self.known: dict[Way, LinkMeasurement] = {}
         self.hosts: dict[int, str] = {}  # by worker: its host
         self._places: dict[int, LinkPlace] = {}
         self._failures: dict[Way, str] = {}  # reasons of failed measurements
@@ -115,7 +115,7 @@ class LinkDesk:
         if linked.worker >= 0:
             self.hosts[linked.worker] = linked.hosts[0]
         else:
-            self.known[linked.hosts] = Measured(linked.bandwidth, linked.latency)
+            self.known[linked.hosts] = LinkMeasurement(linked.bandwidth, linked.latency)
 
     def handle_left(self, now: float, worker: int) -> None:
         """Forget a worker that left. Another one of its rank may be elsewhere."""
@@ -254,7 +254,7 @@ def _way(one: str, other: str) -> Way:
     return (min(one, other), max(one, other))
 
 
-def _spread(links: list[Measured]) -> str:
+def _spread(links: list[LinkMeasurement]) -> str:
     """Format like `90 Mbit/s to 95 Mbit/s and 40.1 ms`."""
     rates = [8 * link.bandwidth for link in links]
     spans = [link.latency for link in links]

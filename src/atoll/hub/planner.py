@@ -16,14 +16,14 @@ from typing import TypeAlias
 
 from atoll.core.config import Consistency, GroupBy
 from atoll.core.errors import UserError
-from atoll.groups.chooser import Choice, Measured, ScoreFunction, choose, computing
+from atoll.groups.chooser import Choice, ProbeMeasurements, ScoreFunction, choose, computing
 from atoll.groups.drift import Proposal, Regrouper, Rules
 from atoll.groups.grouping import Grouping
 from atoll.groups.links import Links
 
 
 @dataclass(frozen=True)
-class Known:
+class WorkerMeasurements:
     """Measurements of some workers, by rank. Unknown values: links None, `size` and `batch` 0."""
 
     speeds: Mapping[int, float]  # samples per second
@@ -34,13 +34,13 @@ class Known:
     beside_server: int | None = None  # a worker on the shards' machine
 
 
-ScoreFor: TypeAlias = Callable[[Known], ScoreFunction]
+ScoreFor: TypeAlias = Callable[[WorkerMeasurements], ScoreFunction]
 
 _TOLERANCE = 0.05  # share of samples/s that fewer groups may cost
 _LOOK_SECONDS = 1.0  # seconds between jobs that only process measurements
 
 
-def by_computing(known: Known) -> ScoreFunction:
+def by_computing(known: WorkerMeasurements) -> ScoreFunction:
     """Return a score of groupings that counts computing and ignores the time of sending."""
     return computing(known.speeds)
 
@@ -209,7 +209,7 @@ class Planner:
         settings, known = self._settings, self._known(speeds)
         count = min(settings.count, len(speeds)) or None
         choice = choose(
-            Measured(speeds, known.sites, known.links),
+            ProbeMeasurements(speeds, known.sites, known.links),
             settings.score_for(known),
             groups=None if settings.way == "site" else count,
             tolerance=_TOLERANCE,
@@ -223,12 +223,12 @@ class Planner:
         reason = f"by {settings.way}, as asked for: {rate}. By speeds and links: {choice.reason}"
         return dataclasses.replace(choice, grouping=chosen.grouping, score=chosen.score, reason=reason)
 
-    def _known(self, speeds: Mapping[int, float]) -> Known:
+    def _known(self, speeds: Mapping[int, float]) -> WorkerMeasurements:
         """Return the measurements of these workers."""
         hosts, links = self.hosts, self.links
         beside = [worker for worker in sorted(speeds) if hosts.get(worker) and hosts[worker] == self.server]
         batches = [batch for worker, batch in list(self.batches.items()) if worker in speeds and batch > 0]
-        return Known(
+        return WorkerMeasurements(
             dict(speeds),
             links.of_these(sorted(speeds)) if links is not None else None,
             self._sites(speeds, hosts),

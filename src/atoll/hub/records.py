@@ -72,14 +72,14 @@ class Died(Record, frozen=True):
     incarnation: int
 
 
-class Asked(Record, frozen=True):
+class LeaseRequest(Record, frozen=True, tag="Asked"):
     """A worker's request for samples that changed the state."""
 
     rank: int
     lease: Lease
 
 
-class Told(Record, frozen=True):
+class UsageReport(Record, frozen=True, tag="Told"):
     """A log's report of used samples, from the global log ("") or a site's."""
 
     log: str
@@ -176,8 +176,8 @@ class Knows(Record, frozen=True):
 
 
 AnyRecord = Union[
-    Began, Came, Left, Died, Asked, Told, InRing, Paired, Promoted, Paced, Linked, Decided, InGroups,
-    TimePassed, Voted, Over, Knows,
+    Began, Came, Left, Died, LeaseRequest, UsageReport, InRing, Paired, Promoted, Paced, Linked, Decided,
+    InGroups, TimePassed, Voted, Over, Knows,
 ]  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -7,7 +7,7 @@ from atoll.hub.book import GLOBAL, Book
 from atoll.hub.connections import Connections, given_up
 from atoll.hub.contributors import Contributors
 from atoll.hub.decisions import Decisions
-from atoll.hub.records import Asked, Told
+from atoll.hub.records import LeaseRequest, UsageReport
 from atoll.hub.turn import Turn
 from atoll.wire.messages import Fenced, Lease
 
@@ -34,7 +34,7 @@ class Samples:
         if rank is None or not self._connections.owns(peer, lease.incarnation):
             turn.refuse(peer, given_up(lease.incarnation), "Lease", lease.number)
             return
-        asked, before = Asked(at=turn.now(), rank=rank, lease=lease), book.lease_changes
+        asked, before = LeaseRequest(at=turn.now(), rank=rank, lease=lease), book.lease_changes
         try:
             leased, first = book.lease(asked)
         except UserError as error:
@@ -50,7 +50,7 @@ class Samples:
     def told(self, log: str, fenced: Fenced) -> None:
         """Handle a log's report of the samples that an incarnation's commits used: all of them if the hub
         asked."""
-        told = Told(at=self._turn.now(), log=log, fenced=fenced)
+        told = UsageReport(at=self._turn.now(), log=log, fenced=fenced)
         word = self._book.told(told)
         self._turn.keep(told)
         for key, dealt in word.epochs:

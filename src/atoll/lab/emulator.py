@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from atoll.core.errors import ConfigError, UserError
 from atoll.core.units import format_bytes
-from atoll.lab.topology import Link, Phase, Topology
+from atoll.lab.topology import LabLink, Phase, Topology
 
 _emulator: ModuleType | None = None
 _missing = ""
@@ -150,7 +150,7 @@ def _pack_phase(phase: Phase) -> bytes:
     )
 
 
-def _pack_phases(link: Link) -> bytes:
+def _pack_phases(link: LabLink) -> bytes:
     return b"".join(map(_pack_phase, link.phases))
 
 
@@ -168,7 +168,7 @@ class Fate:
     overtook: bool  # arrives before an earlier packet
 
 
-def fates(link: Link, seed: int, link_index: int, packets: Sequence[tuple[float, int]]) -> list[Fate]:
+def fates(link: LabLink, seed: int, link_index: int, packets: Sequence[tuple[float, int]]) -> list[Fate]:
     """Return the fates of a recorded sequence of packets: (arrival in seconds, ascending; bytes).
 
     The live emulator uses the same C function: one seed, link index and sequence give the same fates on every
@@ -194,7 +194,7 @@ def fates(link: Link, seed: int, link_index: int, packets: Sequence[tuple[float,
 
 
 def fates_array(
-    link: Link,
+    link: LabLink,
     seed: int,
     link_index: int,
     arrivals: npt.NDArray[np.float64],
@@ -383,7 +383,7 @@ class Emulator:
         return struct.unpack(f"={len(packed) // 8}q", packed)
 
 
-def _link_counters(link: Link, values: Sequence[int]) -> LinkCounters:
+def _link_counters(link: LabLink, values: Sequence[int]) -> LinkCounters:
     *counts, busy, delay, most, overflowed, unwritten = values
     crossed = counts[0] - counts[4]  # packets that did not find the queue full
     seconds = [busy / 1e12, delay / max(crossed, 1) / 1e9, most / 1e9]
@@ -412,7 +412,7 @@ class _Room:
         return self.ring + self.records * _RECORD_BYTES
 
 
-def _room(link: Link) -> _Room:
+def _room(link: LabLink) -> _Room:
     tops = {name: max(shape) for name, shape in zip(_SHAPES, _shapes(), strict=True)}
     rate = max(phase.rate for phase in link.phases)
     delay = max(phase.delay + tops[phase.distribution] * phase.jitter for phase in link.phases)

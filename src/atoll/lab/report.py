@@ -137,7 +137,7 @@ def _link(counted: LinkCounters, names: Sequence[str], seconds: float) -> LinkRe
 
 
 @dataclass(frozen=True)
-class Told:
+class WorkerJournal:
     """Events from one process's journal. `worker` is its number in the lab."""
 
     worker: int
@@ -148,13 +148,13 @@ class Told:
         return [event for event in self.events if isinstance(event, StepDone)]
 
 
-def read_journals(journals: Path, workers: int) -> list[Told]:
+def read_journals(journals: Path, workers: int) -> list[WorkerJournal]:
     """Return the journals of processes that made steps, by worker; files are named `worker-pid.jsonl`."""
     found = []
     for path in sorted(journals.glob("*.jsonl")):
         number = path.stem.partition("-")[0]
         if number.isdecimal() and int(number) < workers:
-            journal = Told(int(number), list(_events(path)))
+            journal = WorkerJournal(int(number), list(_events(path)))
             found += [journal] if journal.steps else []
     return sorted(found, key=lambda journal: journal.worker)
 
@@ -166,7 +166,7 @@ def _events(journal: Path) -> Iterator[AnyEvent]:
             yield decode(line)
 
 
-def slowest(journals: Sequence[Told]) -> dict[int, float]:
+def slowest(journals: Sequence[WorkerJournal]) -> dict[int, float]:
     """Return the slowest worker's seconds of computing by iteration; empty unless all meet in each."""
     most: dict[int, float] = {}
     if _in_step(journals):
@@ -175,7 +175,7 @@ def slowest(journals: Sequence[Told]) -> dict[int, float]:
     return most
 
 
-def _in_step(journals: Sequence[Told]) -> bool:
+def _in_step(journals: Sequence[WorkerJournal]) -> bool:
     """Return True if all are workers of one run that meets in each iteration: a ring, or bsp.
 
     One worker's journal speaks for all.

@@ -83,7 +83,7 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Link:
+class LabLink:
     """One direction of a link."""
 
     source: int  # a site, from 0
@@ -117,7 +117,7 @@ class Topology:
 
     seed: int  # of every random number, 0 to 2^63 - 1
     sites: tuple[Site, ...]
-    links: tuple[Link, ...]  # in the file's order; `between` gives first -> second, then second -> first
+    links: tuple[LabLink, ...]  # in the file's order; `between` gives first -> second, then second -> first
     hub: HubPlace | None = None
     congestion_control: str = ""  # of all sites' TCP; empty: this machine's
 
@@ -146,7 +146,7 @@ def _topology(values: dict[str, Any]) -> Topology:
         )
     sites = _sites(table)
     names = [site.name for site in sites]
-    links: list[Link] = []
+    links: list[LabLink] = []
     owners: dict[tuple[int, int], int] = {}
     for number, link in enumerate(table.tables("link"), start=1):
         links += _link(link, number, names, owners)
@@ -259,7 +259,7 @@ def _shown_names(names: Sequence[str]) -> str:
 
 def _link(
     values: dict[str, Any], number: int, names: Sequence[str], owners: dict[tuple[int, int], int]
-) -> list[Link]:
+) -> list[LabLink]:
     """Return the directions of one `[[link]]`. `owners` maps earlier directions to their link's number."""
     table = Table(values, f"link {number}", _LINK)
     ways = _ways(table, names)
@@ -273,7 +273,7 @@ def _link(
             )
         owners[way] = number
     phases = _phases(table)
-    return [Link(source, target, phases) for source, target in ways]
+    return [LabLink(source, target, phases) for source, target in ways]
 
 
 def _ways(table: Table, names: Sequence[str]) -> list[tuple[int, int]]:

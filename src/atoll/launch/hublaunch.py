@@ -20,15 +20,15 @@ from atoll.core.units import format_seconds
 from atoll.launch.heartbeats import Heartbeats
 from atoll.launch.launcher import WorkerEnd, write_ends
 from atoll.launch.newcomers import Newcomers
-from atoll.launch.news import News, Seen
+from atoll.launch.news import LaunchNews, News
 from atoll.launch.processes import start_logged
 from atoll.launch.restarts import Process
 from atoll.launch.rules import rules_of
 from atoll.launch.services import SERVICE, Services, Start
 from atoll.launch.servicewatch import ServiceWatch
-from atoll.launch.standing import Standing
+from atoll.launch.standing import ProcessWatch
 from atoll.launch.words import Words
-from atoll.launch.workers import Workers, meeting_place
+from atoll.launch.workers import WorkerLaunches, meeting_place
 from atoll.observe.rundir import RunDirectory
 
 START_SECONDS = 60.0  # for the hub to say where it listens
@@ -69,13 +69,15 @@ class HubLaunch:
         self._rules = rules_of(config.run.strategy)
         hub_judges = self._rules.hub_judges
         self._words = Words(directory)
-        self._workers = workers = Workers(directory, config, script, umask, start)
+        self._workers = workers = WorkerLaunches(directory, config, script, umask, start)
         self._services = Services(directory, config, self._environment, hub_module, start)
         self._sites = workers.count_by_site()
         self._news = News(directory, self._sites, config.server.replicas > 1, hub_judges)
         self._watch = ServiceWatch(self._services, workers.sites, self._rules, self._words, self._news)
         self._newcomers = Newcomers(directory, workers)
-        self._standing = Standing(workers, self._services, self._words, config.patience_seconds, hub_judges)
+        self._standing = ProcessWatch(
+            workers, self._services, self._words, config.patience_seconds, hub_judges
+        )
         self._heartbeats: Heartbeats | None = None
         self._stopping = False  # workers end because they were asked to
         self._ends: list[WorkerEnd] = []
@@ -130,7 +132,7 @@ class HubLaunch:
         """True while a worker runs, and none was asked to end."""
         return not self._stopping and not self._workers.have_ended
 
-    def seen(self) -> Seen:
+    def seen(self) -> LaunchNews:
         """Return what is new since the last call.
 
         Output counts of the first living worker, in the workers' own order: in a ring a restarted worker is
@@ -138,7 +140,7 @@ class HubLaunch:
         """
         workers = self._workers
         rank = workers.order[0]
-        return Seen(
+        return LaunchNews(
             self._news.take(),
             self._news.links(),
             self._words.take(),

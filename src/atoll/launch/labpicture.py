@@ -15,7 +15,7 @@ from atoll.core.events import Logged, StepDone
 from atoll.core.units import format_bytes, format_seconds
 from atoll.lab import report, traffic, words
 from atoll.lab.picture import fitting
-from atoll.lab.report import LabRecord, Told
+from atoll.lab.report import LabRecord, WorkerJournal
 from atoll.lab.spec import workers_of
 from atoll.lab.topology import Phase
 from atoll.lab.traffic import Moment
@@ -110,7 +110,7 @@ class Value:
     points: list[tuple[float, float]]
 
 
-def over_time(told: Sequence[Told], began: float) -> list[Value]:
+def over_time(told: Sequence[WorkerJournal], began: float) -> list[Value]:
     """Return the logged values, as the workers' means, most often logged first, and then the time of an
     iteration. `began` is in seconds since the epoch."""
     events = [event for each in told for event in each.events if isinstance(event, (StepDone, Logged))]
@@ -250,7 +250,7 @@ class Shares:
     links: list[float]  # waiting otherwise
 
 
-def shares(told: Told, most: dict[int, float], began: float, end: float, cells: int) -> Shares:
+def shares(told: WorkerJournal, most: dict[int, float], began: float, end: float, cells: int) -> Shares:
     """Return one worker's shares. `most` is `report.slowest` of all workers; the cells divide the time
     from 0 to `end` seconds since `began`."""
     found = Shares([0.0] * cells, [0.0] * cells, [0.0] * cells)
@@ -272,7 +272,7 @@ def shares(told: Told, most: dict[int, float], began: float, end: float, cells: 
     return found
 
 
-def _draw_workers(panel: Axes, record: LabRecord, told: Sequence[Told], end: float) -> None:
+def _draw_workers(panel: Axes, record: LabRecord, told: Sequence[WorkerJournal], end: float) -> None:
     """Draw a strip for each worker: over the seconds, the parts of its time that it computed or waited."""
     most = report.slowest(told)
     drawn = list(zip(told, record.workers, strict=False))[:_MOST_WORKERS]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from atoll.core.events import StepDone
-from atoll.launch.workers import Workers
+from atoll.launch.workers import WorkerLaunches
 from atoll.observe.journal import JournalReader
 from atoll.observe.rundir import RunDirectory
 
@@ -15,7 +15,7 @@ _LOOK_SECONDS = 0.5  # between looks at their journals
 class Newcomers:
     """Launches of workers that were started again and have made no step since, by rank."""
 
-    def __init__(self, directory: RunDirectory, workers: Workers) -> None:
+    def __init__(self, directory: RunDirectory, workers: WorkerLaunches) -> None:
         self._directory, self._workers = directory, workers
         self._entering: dict[int, JournalReader] = {}
         self._returning: set[int] = set()  # those whose first step was not reported

@@ -15,7 +15,7 @@ from atoll.observe.rundir import RunDirectory
 
 
 @dataclass(frozen=True)
-class Seen:
+class LaunchNews:
     """News of a launch: `news` are the hub's decisions about faults and groups, `links` the state of the
     sites' links to the shards, `words` ends of processes and errors that end the run. `survived` has for
     each worker the time up to which its ends have ended nothing else. `first` is the worker whose output

@@ -9,13 +9,13 @@ from atoll.launch.processes import Standstill, is_stopped
 from atoll.launch.restarts import Process
 from atoll.launch.services import Services
 from atoll.launch.words import Words
-from atoll.launch.workers import Workers
+from atoll.launch.workers import WorkerLaunches
 
 _LOOK_SECONDS = 0.5  # between looks
 _GIVEN_UP_SECONDS = 1.0  # beyond the hub's patience, so that the hub gives a process up first
 
 
-class Standing:
+class ProcessWatch:
     """Watches the processes of `workers` and `services`. `patience`: the hub's, in seconds.
 
     If the hub does not judge (`hub_judges`), a node that stands still may go on and come back: it is killed
@@ -23,7 +23,7 @@ class Standing:
     """
 
     def __init__(
-        self, workers: Workers, services: Services, words: Words, patience: float, hub_judges: bool
+        self, workers: WorkerLaunches, services: Services, words: Words, patience: float, hub_judges: bool
     ) -> None:
         self._workers, self._services, self._words = workers, services, words
         self._hub_judges = hub_judges

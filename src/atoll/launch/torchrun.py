@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from atoll.core.config import Config
 from atoll.core.events import Failed
 from atoll.launch.launcher import launcher_command, read_ends
-from atoll.launch.news import Seen
+from atoll.launch.news import LaunchNews
 from atoll.launch.processes import start_logged
 from atoll.observe.rundir import RunDirectory
 
@@ -67,9 +67,9 @@ class TorchrunLaunch:
         """False: every worker's error ends the run."""
         return False
 
-    def seen(self) -> Seen:
+    def seen(self) -> LaunchNews:
         """Return no news: all reports of its workers are in their journals."""
-        return Seen()
+        return LaunchNews()
 
     def losses(self) -> list[str]:
         """Return no losses: no worker is lost alone."""

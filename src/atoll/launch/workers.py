@@ -33,7 +33,7 @@ def meeting_place() -> dict[str, str]:
     return {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port())}
 
 
-class Workers:
+class WorkerLaunches:
     """The launches of the workers of a run, by rank.
 
     A launch is one worker; a launch of one process needs no agent of torchrun's, so none is started, which

@@ -17,7 +17,7 @@ from atoll.ltp.events import Arrived, Event, Mask, Refused
 from atoll.ltp.filling import LastValues
 from atoll.ltp.order import Extent
 from atoll.ltp.receiving import ArrivalRate, BadTransferError, Incoming
-from atoll.ltp.settings import Settings
+from atoll.ltp.settings import LtpSettings
 from atoll.wire.datagrams import Datagrams, Records
 from atoll.wire.linkcontrol import Filled, How
 
@@ -96,7 +96,7 @@ class Receiver:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: LtpSettings,
         extents: Mapping[int, Extent] | None,
         drops: Counter[str],
         most_bytes: int = MOST_BYTES,

@@ -7,7 +7,7 @@ import math
 from atoll.ltp.flights import Flights
 from atoll.ltp.grants import ASK_SECONDS
 from atoll.ltp.leaving import Sender
-from atoll.ltp.settings import Settings
+from atoll.ltp.settings import LtpSettings
 
 ASK_AGAIN = ASK_SECONDS / 2  # between Asks while data waits: one Ask may be lost
 
@@ -15,7 +15,7 @@ ASK_AGAIN = ASK_SECONDS / 2  # between Asks while data waits: one Ask may be los
 class Asking:
     """Decide when one end asks for a share: from the other end's first Grant on, while data waits."""
 
-    def __init__(self, settings: Settings, sender: Sender, flights: Flights) -> None:
+    def __init__(self, settings: LtpSettings, sender: Sender, flights: Flights) -> None:
         self._settings, self._sender, self._flights = settings, sender, flights
         self._at = math.inf  # time of the next Ask if data waits
         self._asked = False  # the last Ask named bytes

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from atoll.ltp import fec
 from atoll.ltp.events import Mask, Values
 from atoll.ltp.order import places_of
-from atoll.ltp.protecting import Part, Protection
+from atoll.ltp.protecting import ProtectedBlocks, Protection
 from atoll.wire.datagrams import (
     CODED_FROM,
     HEADER,
@@ -145,7 +145,7 @@ class Bodies:
                 self._encode(part, item - part.first_item)
         frames[:, _BODY : _BODY + self._parity.shape[1]] = self._parity[items - self.blocks]
 
-    def _encode(self, part: Part, group: int) -> None:
+    def _encode(self, part: ProtectedBlocks, group: int) -> None:
         """Compute all parity of one group; called before its first parity datagram."""
         count, parity = part.groups.count, part.groups.parity
         members = part.blocks[group::count]

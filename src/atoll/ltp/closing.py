@@ -18,12 +18,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
-from atoll.ltp.settings import Settings
+from atoll.ltp.settings import LtpSettings
 from atoll.wire.linkcontrol import How
 
 
 @dataclass(frozen=True)
-class Seen:
+class TransferState:
     """State of a transfer at its receiver. Restored blocks count as there."""
 
     highs: int
@@ -51,8 +51,8 @@ class Rule:
     """A row of the table."""
 
     name: str
-    holds: Callable[[Seen, Settings], bool]
-    reason: Callable[[Seen, Settings], str]
+    holds: Callable[[TransferState, LtpSettings], bool]
+    reason: Callable[[TransferState, LtpSettings], str]
 
 
 @dataclass(frozen=True)
@@ -78,28 +78,28 @@ def least(share: float, blocks: int) -> int:
     return count if count >= share * blocks - 1e-9 else count + 1
 
 
-def _complete(seen: Seen, _: Settings) -> bool:
+def _complete(seen: TransferState, _: LtpSettings) -> bool:
     return seen.whole and seen.lows_there == seen.lows
 
 
-def _enough(seen: Seen, settings: Settings) -> bool:
+def _enough(seen: TransferState, settings: LtpSettings) -> bool:
     return seen.whole and seen.usable(settings.usable) and (seen.passed or seen.grace_over)
 
 
-def _deadline(seen: Seen, _: Settings) -> bool:
+def _deadline(seen: TransferState, _: LtpSettings) -> bool:
     return seen.whole and seen.deadline_over
 
 
-def _early(seen: Seen, settings: Settings) -> bool:
+def _early(seen: TransferState, settings: LtpSettings) -> bool:
     near = seen.highs_there >= least(settings.close_high, seen.highs)
     return near and seen.usable(settings.usable) and not seen.early_said
 
 
-def _need(seen: Seen, _: Settings) -> bool:
+def _need(seen: TransferState, _: LtpSettings) -> bool:
     return not seen.whole and seen.need_over
 
 
-def _counts(seen: Seen) -> str:
+def _counts(seen: TransferState) -> str:
     return f"{seen.highs_there} of {seen.highs} high and {seen.lows_there} of {seen.lows} low blocks there"
 
 
@@ -123,7 +123,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def decide(seen: Seen, settings: Settings, rules: tuple[Rule, ...] = RULES) -> Verdict:
+def decide(seen: TransferState, settings: LtpSettings, rules: tuple[Rule, ...] = RULES) -> Verdict:
     """Return the first row that holds."""
     for rule in rules:
         if rule.holds(seen, settings):

@@ -24,11 +24,11 @@ from atoll.ltp.bandwidth import (
 )
 from atoll.ltp.losses import LOSS_ROUNDS, MOST_BASE, Losses, Verdict
 from atoll.ltp.probing import PROBE_ROUNDS, Probing
-from atoll.ltp.rates import Row, Seen, decide
-from atoll.ltp.settings import Settings
+from atoll.ltp.rates import PathLoss, Row, decide
+from atoll.ltp.settings import LtpSettings
 from atoll.ltp.target import Choice, Target
 
-__all__ = ["Decision", "RateControl", "RateSample"]
+__all__ = ["RateControl", "RateDecision", "RateSample"]
 
 Phase: TypeAlias = Literal["start-up", "emptying", "cruise"]
 
@@ -66,7 +66,7 @@ LEAST_RATE_PACKETS = 2.0  # per round trip: the least rate
 
 
 @dataclass(frozen=True)
-class Decision:
+class RateDecision:
     """The rate in bytes per second, the row or state that set it, and why."""
 
     row: str
@@ -81,7 +81,7 @@ class RateControl:
     thread-safe.
     """
 
-    def __init__(self, settings: Settings, now: float, rng: np.random.Generator) -> None:
+    def __init__(self, settings: LtpSettings, now: float, rng: np.random.Generator) -> None:
         self._settings = settings
         self.trip = RoundTrip()
         self._losses = Losses()
@@ -116,7 +116,7 @@ class RateControl:
         self._target = Target(settings.target_loss, settings.fill_above)
         self._came: list[float] = []  # delivery rates since the target's last observation
         self.rate = settings.initial_rate
-        self.decision = Decision("start-up", self.rate, "nothing is known of the path")
+        self.decision = RateDecision("start-up", self.rate, "nothing is known of the path")
         self._set("start-up", self.decision.reason)
 
     @property
@@ -221,7 +221,7 @@ class RateControl:
         self._granted, self._granted_until = rate, now + seconds
         self._set_within("grant", f"the receiver grants {rate / 1e6:.3g} MB/s for {seconds * 1e3:.0f} ms")
 
-    def begin_window(self, now: float) -> Decision:
+    def begin_window(self, now: float) -> RateDecision:
         """Start a transfer's window at the estimate, however long the sender was idle."""
         if now >= self._granted_until:
             # Senders may begin together: until a grant arrives, the last window's first one holds.
@@ -499,7 +499,7 @@ class RateControl:
     def _stands(self, queue: float) -> bool:
         return self.trip.measured and queue > max(STANDING * self.trip.least, LEAST_STANDING)
 
-    def _seen(self) -> Seen:
+    def _seen(self) -> PathLoss:
         return self._losses.seen(self.target.value, self._settings.fill_above)
 
     def _set_within(self, row: str, reason: str) -> None:
@@ -517,4 +517,4 @@ class RateControl:
         least = LEAST_RATE_PACKETS * self._settings.datagram_bytes / self.trip.smoothed
         self.rate = max(min(wanted, self._granted), least)
         self._paced = max(self._paced, self.rate)  # nan stays
-        self.decision = Decision(row, self.rate, reason)
+        self.decision = RateDecision(row, self.rate, reason)

@@ -15,8 +15,8 @@ import numpy as np
 from atoll.ltp.bodies import Items
 from atoll.ltp.control import RateControl, RateSample
 from atoll.ltp.metering import Meter
-from atoll.ltp.sent import GRANULARITY, SentRecords, Told
-from atoll.ltp.settings import Settings
+from atoll.ltp.sent import GRANULARITY, SentRecords, SettledDatagrams
+from atoll.ltp.settings import LtpSettings
 from atoll.ltp.stripes import Poll, Stripes
 from atoll.wire.datagrams import Acknowledgement
 
@@ -39,7 +39,7 @@ PHASE_LARGE_DATAGRAMS = 2**23  # for longer datagrams
 class Flights:
     """The datagrams in flight of one end."""
 
-    def __init__(self, settings: Settings, stripes: int, rng: np.random.Generator, now: float) -> None:
+    def __init__(self, settings: LtpSettings, stripes: int, rng: np.random.Generator, now: float) -> None:
         self.control = RateControl(settings, now, rng)
         self.stripes = [SentRecords() for _ in range(stripes)]
         self.phases = [KeyPhase(settings.datagram_bytes) for _ in range(stripes)]
@@ -118,7 +118,7 @@ class Flights:
         """Yield the losses that follow from time alone."""
         for sent in self.stripes:
             if now >= sent.loss_at:
-                told = Told()
+                told = SettledDatagrams()
                 self._detect(now, sent, told)
                 if told.lost_count:
                     yield Heard(told)
@@ -173,7 +173,7 @@ class Flights:
             return math.inf
         return self._used.deadline(self._waits, self._timeout)
 
-    def poll_stripes(self, now: float) -> tuple[Poll, list[Told]]:
+    def poll_stripes(self, now: float) -> tuple[Poll, list[SettledDatagrams]]:
         """Return the stripes to question or to stop using, and the datagrams lost with silent ones.
 
         These losses say nothing of the other stripes' rate.
@@ -218,7 +218,7 @@ class Flights:
         trip = self.control.trip
         return trip.smoothed + max(TIMEOUT_VARIATIONS * trip.variation, GRANULARITY) + LATEST_ACK
 
-    def _detect(self, now: float, sent: SentRecords, told: Told) -> None:
+    def _detect(self, now: float, sent: SentRecords, told: SettledDatagrams) -> None:
         trip = self.control.trip
         sent.detect(now, trip.smoothed, TIMEOUT_VARIATIONS * trip.variation, self.burst, told)
         self.lost += told.lost_count
@@ -228,7 +228,7 @@ class Flights:
 class Heard:
     """Effects of an Ack, or of passing time."""
 
-    told: Told
+    told: SettledDatagrams
     rtt: float | None = None
     sample: RateSample | None = None
     round_ended: bool = False

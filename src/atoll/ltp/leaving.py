@@ -14,7 +14,7 @@ from atoll.ltp.control import RateControl
 from atoll.ltp.events import Delivered, Mask, Values
 from atoll.ltp.sending import Outgoing
 from atoll.ltp.sent import RTT_SHARE
-from atoll.ltp.settings import Settings
+from atoll.ltp.settings import LtpSettings
 from atoll.wire.datagrams import payload_bytes
 from atoll.wire.linkcontrol import Closed, Need
 
@@ -29,7 +29,7 @@ TAIL_SECONDS = 0.01  # beyond a round trip: losses so close to the end cannot be
 class Sender:
     """The sending side of one end of a session."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: LtpSettings) -> None:
         self._settings = settings
         self._transfers: dict[int, Outgoing] = {}  # in the order of `send`
         self._begun: dict[int, Outgoing] = {}  # those whose window has begun

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Literal, TypeAlias
 
-from atoll.ltp.rates import Seen, deviation, surely_above
+from atoll.ltp.rates import PathLoss, deviation, surely_above
 
 Verdict: TypeAlias = Literal["", "own", "lessened"]
 
@@ -106,10 +106,10 @@ class Losses:
         lost, counted = self.recent()
         return lost / counted if counted else 0.0
 
-    def seen(self, target: float, fill_above: float) -> Seen:
+    def seen(self, target: float, fill_above: float) -> PathLoss:
         """Return the input of the rate table."""
         lost, counted = self.recent()
-        return Seen(lost, counted, self.quiet_rounds, target, fill_above, self.own, self.burst)
+        return PathLoss(lost, counted, self.quiet_rounds, target, fill_above, self.own, self.burst)
 
     def forget(self) -> None:
         """Forget the recent loss, because the rate was changed for it."""

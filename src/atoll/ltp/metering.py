@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from atoll.ltp.bandwidth import RateSample
-from atoll.ltp.sent import Mark, Told
+from atoll.ltp.sent import Mark, SettledDatagrams
 from atoll.wire.datagrams import Acknowledgement
 
 LEAST_SPAN = 0.004  # seconds, two bursts: arrivals within one burst give no rate
@@ -51,7 +51,9 @@ class Meter:
         """Note that there is too little to send for the rate."""
         self._limited_until = self.acked + in_flight
 
-    def handle_ack(self, ack: Acknowledgement, told: Told, min_rtt: float) -> tuple[RateSample | None, bool]:
+    def handle_ack(
+        self, ack: Acknowledgement, told: SettledDatagrams, min_rtt: float
+    ) -> tuple[RateSample | None, bool]:
         """Return the rate sample of an Ack, if it gives one, and True if a round trip has ended."""
         self.acked += told.acked_bytes
         if told.newest is None:

@@ -16,7 +16,7 @@ MOST_HANDLED = 4096  # sequences remembered past a gap; beyond it the oldest gap
 
 
 @dataclass(frozen=True)
-class Message:
+class ControlMessage:
     """A message to send. `stripe` None: any; `path` None: the stripe's own. Sent once unless `kept`."""
 
     sequence: int
@@ -31,8 +31,8 @@ class Outbox:
 
     def __init__(self) -> None:
         self._sequence = 0
-        self._kept: dict[int, Message] = {}
-        self._queue: deque[Message] = deque()
+        self._kept: dict[int, ControlMessage] = {}
+        self._queue: deque[ControlMessage] = deque()
 
     def __bool__(self) -> bool:
         return bool(self._queue)
@@ -53,12 +53,12 @@ class Outbox:
         """Queue a message, whose sequence must be `sequence`."""
         assert message.sequence == self._sequence
         self._sequence += 1
-        entry = Message(message.sequence, encode(message), kept, stripe, path)
+        entry = ControlMessage(message.sequence, encode(message), kept, stripe, path)
         if kept:
             self._kept[entry.sequence] = entry
         self._queue.append(entry)
 
-    def take(self, sendable: Callable[[Message], bool]) -> Message | None:
+    def take(self, sendable: Callable[[ControlMessage], bool]) -> ControlMessage | None:
         """Remove and return the next message that can be sent now."""
         for message in self.queued:
             if sendable(message):
@@ -69,7 +69,7 @@ class Outbox:
         return None
 
     @property
-    def queued(self) -> tuple[Message, ...]:
+    def queued(self) -> tuple[ControlMessage, ...]:
         """Messages that wait to be sent."""
         return tuple(self._queue)
 

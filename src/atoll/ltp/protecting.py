@@ -21,7 +21,7 @@ TAIL_SHARE = 0.5  # of the bearable low blocks: least number that the last round
 
 
 @dataclass(frozen=True)
-class Part:
+class ProtectedBlocks:
     """Blocks with their groups: the k-th block is in group `first_group` + k mod count, at place k div count.
 
     `blocks` are indices, ascending, (n,). Parity item `first_item` + j belongs to group j mod count.
@@ -63,7 +63,7 @@ class Protection:
         bearable = borne * max(len(low) / max(lows, 1), TAIL_SHARE)
         chance = fec.SURE * math.sqrt(len(low) * loss * (1.0 - loss) * max(2.0 * burst - 1.0, 1.0))
         self.lost = len(low) * loss + chance  # low blocks that the last round trip may lose for good
-        self.parts: list[Part] = []
+        self.parts: list[ProtectedBlocks] = []
         self._item = blocks
         self._add(high, highs)
         self.reason = f"high blocks: {highs.reason}"
@@ -82,7 +82,7 @@ class Protection:
 
     def _add(self, blocks: Items, groups: fec.Groups) -> None:
         if groups.parity and self.groups + groups.count <= fec.MOST_GROUPS:
-            part = Part(blocks, groups, self.groups, self._item)
+            part = ProtectedBlocks(blocks, groups, self.groups, self._item)
             self.parts.append(part)
             self._item += part.parities
 
@@ -95,7 +95,7 @@ class Protection:
     def parities(self) -> int:
         return sum(part.parities for part in self.parts)
 
-    def part_of(self, item: int) -> Part:
+    def part_of(self, item: int) -> ProtectedBlocks:
         """Return the part that a parity item belongs to."""
         return next(part for part in reversed(self.parts) if item >= part.first_item)
 

@@ -22,7 +22,7 @@ LEAST_LOST = 3  # lost packets for a rate of loss
 
 
 @dataclass(frozen=True)
-class Seen:
+class PathLoss:
     """The path's loss over the last few round trips, in packets; restored ones count as lost."""
 
     lost: int
@@ -49,7 +49,7 @@ class Row:
 
     seen: str
     action: Action
-    holds: Callable[[Seen], bool]
+    holds: Callable[[PathLoss], bool]
     reason: str
 
 
@@ -87,7 +87,7 @@ TABLE: tuple[Row, ...] = (
 )
 
 
-def decide(seen: Seen, table: Sequence[Row] = TABLE) -> Row:
+def decide(seen: PathLoss, table: Sequence[Row] = TABLE) -> Row:
     """Return the row that holds. Raises LookupError if none does: the table has a hole."""
     for row in table:
         if row.holds(seen):

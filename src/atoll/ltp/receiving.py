@@ -14,10 +14,10 @@ import numpy.typing as npt
 
 from atoll.core.errors import AtollError
 from atoll.ltp import fec, filling
-from atoll.ltp.closing import Seen, Verdict, decide, least
+from atoll.ltp.closing import TransferState, Verdict, decide, least
 from atoll.ltp.events import Arrived, Mask, Values
 from atoll.ltp.order import DTYPES, ELEMENTS, Extent, high_indices
-from atoll.ltp.settings import Settings
+from atoll.ltp.settings import LtpSettings
 from atoll.wire.datagrams import (
     CODED_FROM,
     HEADER,
@@ -100,7 +100,7 @@ class Incoming:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: LtpSettings,
         first: Records,
         payload: int,
         extent: Extent | None,
@@ -323,7 +323,7 @@ class Incoming:
             self._set_deadlines(now, usable, rates, srtt, spread)
         else:
             self._watch(now, reorder, rates, patience)
-        seen = Seen(
+        seen = TransferState(
             highs=self.highs,
             highs_there=self._highs_there,
             lows=lows,

@@ -18,7 +18,7 @@ from atoll.ltp.closing import least
 from atoll.ltp.events import Delivered, Mask, Values
 from atoll.ltp.order import ELEMENTS, high_indices, places_of
 from atoll.ltp.protecting import Protection
-from atoll.ltp.settings import Settings
+from atoll.ltp.settings import LtpSettings
 from atoll.wire.datagrams import (
     HEADER,
     SEAL_BYTES,
@@ -51,7 +51,7 @@ class Outgoing:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: LtpSettings,
         transfer: int,
         chunk: int,
         iteration: int,

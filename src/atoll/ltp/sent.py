@@ -46,7 +46,7 @@ class Mark:
 
 
 @dataclass
-class Told:
+class SettledDatagrams:
     """Datagrams of a stripe that one Ack, or passing time, settles. Items by transfer."""
 
     acked: dict[int, Items] = field(default_factory=dict)
@@ -107,9 +107,9 @@ class SentRecords:
         self.next += count
         return number
 
-    def handle_ack(self, now: float, ack: Acknowledgement) -> Told:
+    def handle_ack(self, now: float, ack: Acknowledgement) -> SettledDatagrams:
         """Take in an Ack. An Ack of numbers that were never sent has no effect."""
-        told = Told()
+        told = SettledDatagrams()
         if ack.largest >= self.next:
             return told
         start, stop = max(ack.base, self._first), min(ack.base + len(ack.received), self.next)
@@ -138,14 +138,14 @@ class SentRecords:
         self.largest_acked = max(self.largest_acked, ack.largest)
         return told
 
-    def _measure(self, now: float, largest: int, told: Told) -> None:
+    def _measure(self, now: float, largest: int, told: SettledDatagrams) -> None:
         """Measure the round trip of the largest number by its first Ack, even if it asked for none."""
         if largest >= 0 and self._state[largest] in (IN_FLIGHT, SILENT):
             told.rtt = max(now - float(self._time[largest]), 0.0)
             if self._state[largest] == SILENT:
                 self._state[largest] = ACKED
 
-    def detect(self, now: float, rtt: float, jitter: float, burst: int, told: Told) -> None:
+    def detect(self, now: float, rtt: float, jitter: float, burst: int, told: SettledDatagrams) -> None:
         """Find datagrams lost by now. `rtt` and `jitter` are in seconds, `burst` in datagrams."""
         self.loss_at = math.inf
         low, high = self._oldest - self._first, self.largest_acked - self._first
@@ -165,9 +165,9 @@ class SentRecords:
             if len(waiting):
                 self.loss_at = float(self._time[waiting[0]]) + patience
 
-    def give_up(self) -> Told:
+    def give_up(self) -> SettledDatagrams:
         """Declare all datagrams in flight lost: the stripe is silent."""
-        told, waiting = Told(), self._waiting()
+        told, waiting = SettledDatagrams(), self._waiting()
         if len(waiting):
             self._lose(waiting, told)
             self._state[waiting] = GIVEN_UP
@@ -186,7 +186,7 @@ class SentRecords:
         low, stop = self._oldest - self._first, self.next - self._first
         return np.flatnonzero(self._state[low:stop] == IN_FLIGHT) + low
 
-    def _lose(self, lost: Items, told: Told) -> None:
+    def _lose(self, lost: Items, told: SettledDatagrams) -> None:
         self._state[lost] = LOST
         self.in_flight -= int(self._size[lost].sum())
         if not self.in_flight:

@@ -37,8 +37,8 @@ from atoll.ltp.flights import BURST_SECONDS, MOST_LATE, Flights, Heard
 from atoll.ltp.leaving import Sender
 from atoll.ltp.order import Extent
 from atoll.ltp.outbox import Handled, Outbox
-from atoll.ltp.sent import ACK, CONTROL, Told
-from atoll.ltp.settings import Settings
+from atoll.ltp.sent import ACK, CONTROL, SettledDatagrams
+from atoll.ltp.settings import LtpSettings
 from atoll.ltp.ways import Ways
 from atoll.wire.base import WireError
 from atoll.wire.datagrams import (
@@ -72,13 +72,13 @@ from atoll.wire.linkcontrol import (
 )
 
 __all__ = ["Arrived", "Asked", "Burst", "Delivered", "Event", "Lost", "Migrated", "Opened", "Refused"]
-__all__ += ["Session", "Status", "StripeChanged"]
+__all__ += ["LtpSession", "Status", "StripeChanged"]
 
 KEEP_ALIVE_SHARE = 1 / 3  # of the idle time, between Pings: one or two may be lost
 BYE_COPIES = 3  # sent together, since a Bye is never resent
 
 
-class Session:
+class LtpSession:
     """One end of a session.
 
     Args:
@@ -92,7 +92,7 @@ class Session:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: LtpSettings,
         *,
         session: int,
         client: bool,
@@ -268,7 +268,7 @@ class Session:
         """Pass on acknowledged and lost datagrams to the parts that sent them, and to the rate control."""
         self._flights.settle(now, heard, self._pass_on(heard.told))
 
-    def _pass_on(self, told: Told) -> int:
+    def _pass_on(self, told: SettledDatagrams) -> int:
         """Pass on acknowledged and lost datagrams; return how many of the lost can be restored."""
         for transfer, items in told.acked.items():
             if transfer == CONTROL:

@@ -13,7 +13,7 @@ Fill: TypeAlias = Literal["zero", "last", "rescale"]
 
 
 @dataclass(frozen=True)
-class Settings:
+class LtpSettings:
     """Settings of a session. Raises UserError for a value out of range.
 
     Args:

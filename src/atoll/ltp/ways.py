@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterator, Sequence
 import numpy as np
 
 from atoll.ltp.flights import Flights
-from atoll.ltp.outbox import Message
+from atoll.ltp.outbox import ControlMessage
 from atoll.ltp.paths import Paths
 from atoll.wire.datagrams import control_datagram
 
@@ -38,7 +38,7 @@ class Ways:
         paths = self.paths[stripe]
         return None if paths.active is None or paths.allowance(paths.active) < size else paths.active
 
-    def of_control(self, message: Message) -> tuple[int, Hashable] | None:
+    def of_control(self, message: ControlMessage) -> tuple[int, Hashable] | None:
         """Return stripe and address for a control message; None if no address may take it now."""
         size = len(control_datagram(message.body)[0])
         used = [stripe for stripe in range(len(self)) if self._flights.used(stripe)]
@@ -49,7 +49,7 @@ class Ways:
                 return stripe, path
         return None
 
-    def takes(self, message: Message) -> bool:
+    def takes(self, message: ControlMessage) -> bool:
         """Return True if some address may take the control message now."""
         return self.of_control(message) is not None
 

@@ -22,17 +22,17 @@ from atoll.core.scriptline import at_script_line, waiting_line
 from atoll.core.units import format_bytes
 from atoll.memory.arena import Arena, exactly
 from atoll.memory.bringing import Bringing
-from atoll.memory.gradients import Gradients, TrainedChunk
+from atoll.memory.gradients import ModelGradients, TrainedChunk
 from atoll.memory.home import Home
 from atoll.memory.initialising import resident_bytes, spilled_to
 from atoll.memory.interrupts import uninterrupted
 from atoll.memory.moved import Moved
 from atoll.memory.parameters import give_back, place_of, version
 from atoll.memory.residents import Residents
-from atoll.memory.saved import Packed, Place
+from atoll.memory.saved import Packed, ParameterSlot
 from atoll.memory.stays import Stay
 from atoll.moves import Cache, Full, StepStatistics
-from atoll.moves.cache import Decision
+from atoll.moves.cache import CachePlacement
 
 
 class Engine:
@@ -58,7 +58,7 @@ class Engine:
         arena: Arena,
         cache: Cache[int],
         home: Home,
-        gradients: Gradients,
+        gradients: ModelGradients,
         moved: Moved,
         beside: int = 0,
     ) -> None:
@@ -189,7 +189,7 @@ class Engine:
         if self.is_closed:
             raise UserError(self._why_closed)
 
-    def _decide(self, chunk: int) -> Decision[int]:
+    def _decide(self, chunk: int) -> CachePlacement[int]:
         try:
             return self.cache.handle_use(chunk, held=self._is_held)
         except Full:
@@ -269,7 +269,7 @@ class Engine:
             self._refresh(stay)  # this thread's step was cut short, so it is over
         return stay
 
-    def _evict(self, decision: Decision[int]) -> None:
+    def _evict(self, decision: CachePlacement[int]) -> None:
         for eviction in decision.evict:
             self._write_back(eviction.chunk)
             self._residents.let_go(eviction.chunk)
@@ -419,11 +419,11 @@ class Engine:
 
     # What parameters ask
 
-    def name(self, place: Place) -> str:
+    def name(self, place: ParameterSlot) -> str:
         """Return a parameter's name."""
         return self.chunks[place.chunk].names[place.slot]
 
-    def version(self, place: Place) -> int:
+    def version(self, place: ParameterSlot) -> int:
         """Return the number of writes into a parameter."""
         return version(self.chunks[place.chunk].parameters[place.slot])
 

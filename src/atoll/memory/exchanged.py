@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from atoll.chunks import Chunk, ChunkMap
 from atoll.core.memory import Budgets, MemoryFigures
 from atoll.memory.fitted import Moving
-from atoll.memory.gradients import ChunkGradients, Gradients, TrainedChunk
+from atoll.memory.gradients import ChunkGradients, ModelGradients, TrainedChunk
 from atoll.memory.home import Home, HostHome
 from atoll.memory.leaving import Leaving
 from atoll.memory.payloads import SUM, VALUES, Payloads
@@ -73,7 +73,7 @@ class _WatchedChunk(ChunkGradients):
         self.present[index] = True
 
 
-class WatchedGradients(Gradients):
+class WatchedGradients(ModelGradients):
     """Gradients that can be replaced by exchanged ones, and that record what the script changes."""
 
     def _held(
@@ -117,7 +117,9 @@ class Exchanged(Moving):
             for slot, parameter in enumerate(each.parameters)
         }
 
-    def _gradients_of(self, trained: Sequence[TrainedChunk], beside: Mapping[int, nn.Parameter]) -> Gradients:
+    def _gradients_of(
+        self, trained: Sequence[TrainedChunk], beside: Mapping[int, nn.Parameter]
+    ) -> ModelGradients:
         return WatchedGradients(trained, self._store, self._steps, self._gradient_came, self._room, beside)
 
     def _home_of(self, states: Mapping[int, ChunkStates]) -> Home:

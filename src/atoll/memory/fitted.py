@@ -19,7 +19,7 @@ from atoll.memory import interrupts
 from atoll.memory.arena import Arena
 from atoll.memory.disk import PAGE, DiskFile
 from atoll.memory.engine import Engine, in_order_of_use
-from atoll.memory.gradients import Gradients, TrainedChunk
+from atoll.memory.gradients import ModelGradients, TrainedChunk
 from atoll.memory.home import Home, HostHome
 from atoll.memory.initialising import spilled_bytes, take
 from atoll.memory.moved import Moved
@@ -29,9 +29,9 @@ from atoll.memory.saved import leave_gone, watch_modules
 from atoll.memory.speculation import AheadFigures, Spares
 from atoll.memory.statedicts import StateDicts
 from atoll.memory.states import ChunkStates, chunk_states
-from atoll.memory.stepping import Stepper
+from atoll.memory.stepping import ChunkStepper
 from atoll.memory.stepqueue import StepQueue
-from atoll.memory.store import Store
+from atoll.memory.store import PayloadStore
 from atoll.moves import Cache, StepStatistics, optimum
 from atoll.moves.search import MemoryPlan
 from atoll.tensors.binding import BoundChunk
@@ -195,7 +195,7 @@ class Moving(Fitted):
         names = {each.chunk.id: each.words for each in chunks}
         self._store = _store(budgets, plan, spilled_bytes(parameters.values()), names)
         self._trained, self._moved, self._steps = trained, Moved(), StepQueue(names)
-        self._stepper: Stepper | None = None
+        self._stepper: ChunkStepper | None = None
         self._hold(chunks)
         held = {id(parameter) for each in there for parameter in each.parameters}
         beside = {n: p for n, p in enumerate(parameters.values()) if id(p) in held}
@@ -249,15 +249,19 @@ class Moving(Fitted):
         """Bytes of gradients that may be on their way off the device while backward goes on."""
         return GRADIENTS_UNDER_WAY * self.plan.chunk_bytes
 
-    def _gradients_of(self, trained: Sequence[TrainedChunk], beside: Mapping[int, nn.Parameter]) -> Gradients:
-        return Gradients(trained, self._store, self._steps, self._gradient_came, self._room, beside)
+    def _gradients_of(
+        self, trained: Sequence[TrainedChunk], beside: Mapping[int, nn.Parameter]
+    ) -> ModelGradients:
+        return ModelGradients(trained, self._store, self._steps, self._gradient_came, self._room, beside)
 
     def _states_of(self, optimizer: torch.optim.Optimizer) -> dict[int, ChunkStates]:
         return chunk_states(optimizer, self._trained, self._store, master=self.budgets.master)
 
-    def _stepper_of(self, optimizer: torch.optim.Optimizer, states: Mapping[int, ChunkStates]) -> Stepper:
+    def _stepper_of(
+        self, optimizer: torch.optim.Optimizer, states: Mapping[int, ChunkStates]
+    ) -> ChunkStepper:
         spares = Spares(self.plan.early, self._store.swap, lambda: self.engine.waited, self._ahead)
-        return Stepper(
+        return ChunkStepper(
             optimizer,
             states,
             self.gradients,
@@ -512,7 +516,7 @@ def _parted(
     return parts
 
 
-def _store(budgets: Budgets, plan: MemoryPlan, spilled: int, names: Mapping[int, str]) -> Store:
+def _store(budgets: Budgets, plan: MemoryPlan, spilled: int, names: Mapping[int, str]) -> PayloadStore:
     """Build the store that holds all payloads, in host memory and, with a disk budget, on disk.
 
     Without a disk, payloads are packed closely. With one, they move in whole blocks, and the file stays so
@@ -525,8 +529,8 @@ def _store(budgets: Budgets, plan: MemoryPlan, spilled: int, names: Mapping[int,
 
     if not plan.disk_bytes:
         arena = Arena(max(plan.host_bytes, PAGE), PAGE, "cpu", "host", alignment=PAGE)
-        return Store(arena, named=names.__getitem__)
+        return PayloadStore(arena, named=names.__getitem__)
     host = Arena(plan.host_bytes, plan.host_block_bytes, "cpu", "host", alignment=PAGE)
     beside = max(budgets.disk - spilled, 0)
     disk = DiskFile(budgets.folder, plan.disk_bytes, plan.host_block_bytes, reserved=beside)
-    return Store(host, disk, named=names.__getitem__)
+    return PayloadStore(host, disk, named=names.__getitem__)

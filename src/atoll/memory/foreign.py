@@ -78,7 +78,7 @@ def _told(key: str, value: Any, name: str) -> Value:
 
 
 class SharedStates:
-    """The `States` of a chunk of which other members step a part, for an optimizer's `Stepper` and for
+    """The `States` of a chunk of which other members step a part, for an optimizer's `ChunkStepper` and for
     checkpoints.
 
     Args:

@@ -85,8 +85,8 @@ class TrainedChunk:
         return min(place.offset, last), min(place.offset, last) + 1
 
 
-class Slot:
-    """One parameter's gradient, as the `Source` of its proxy."""
+class GradientSlot:
+    """One parameter's gradient, as the `GradientSource` of its proxy."""
 
     def __init__(self, chunk: ChunkGradients, index: int) -> None:
         self._chunk, self._index = chunk, index
@@ -161,7 +161,7 @@ class Slot:
 class ChunkGradients:
     """The state of one chunk's gradients. The gradients themselves lie in the chunk's payload."""
 
-    slot_kind = Slot
+    slot_kind = GradientSlot
 
     def __init__(self, trained: TrainedChunk, payloads: Payloads, steps: StepQueue, leaving: Leaving) -> None:
         """Add the chunk's payload "gradient" to `payloads`.
@@ -364,7 +364,7 @@ class ChunkGradients:
                     self.norms[index] = torch.linalg.vector_norm(self.trained.part(flat, index), norm_type)
 
 
-class Gradients:
+class ModelGradients:
     """The gradients of all chunks that are trained.
 
     Tensors given and taken have the parameter's shape, dtype and device.

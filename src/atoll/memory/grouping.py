@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from atoll.moves.owners import Groups, Holding, Part, Share
 
 
-class Grouping:
+class ChunkGroups:
     """The groups that share each chunk, as member `share.rank` sees them.
 
     Args:

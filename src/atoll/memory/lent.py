@@ -22,7 +22,7 @@ from atoll.chunks import ChunkMap, lay_out_memory
 from atoll.core.memory import Budgets, MemoryFigures
 from atoll.memory import planning
 from atoll.memory.fitted import Moving
-from atoll.memory.gradients import Gradients, TrainedChunk
+from atoll.memory.gradients import ModelGradients, TrainedChunk
 from atoll.memory.home import Home, HostHome, copied
 from atoll.memory.initialising import let_go
 from atoll.memory.interrupts import uninterrupted
@@ -190,14 +190,16 @@ class LentModel(Moving):
     def _home_of(self, states: Mapping[int, ChunkStates]) -> Home:  # noqa: ARG002
         return self._lent_home
 
-    def _gradients_of(self, trained: Sequence[TrainedChunk], beside: Mapping[int, nn.Parameter]) -> Gradients:
+    def _gradients_of(
+        self, trained: Sequence[TrainedChunk], beside: Mapping[int, nn.Parameter]
+    ) -> ModelGradients:
         del trained  # they lie by the lender's chunks
         parameters = dict(self.model.named_parameters())
         names, chunks = list(parameters), []
         for chunk in self._loan.chunk_map.trainable:
             held = [names[slot.parameter] for slot in chunk.slots]
             chunks.append(TrainedChunk(chunk, held, [parameters[name] for name in held]))
-        return Gradients(chunks, self._left, self._steps, self._gradient_came, self._room, beside)
+        return ModelGradients(chunks, self._left, self._steps, self._gradient_came, self._room, beside)
 
     @property
     def choices(self) -> list[tuple[str, str, str]]:

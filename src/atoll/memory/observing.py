@@ -28,7 +28,7 @@ _RECORDED = 3  # the number of the step that is recorded
 
 
 @dataclass(frozen=True)
-class Seen:
+class ObservedScript:
     """The result of observing a script.
 
     Attributes:
@@ -75,7 +75,7 @@ class Observation:
         """
         self._share = Share(0, workers, replicas=replicas) if workers > 1 else None
         self._network, self._between = network, between if replicas else 0.0
-        self.seen: Seen | None = None
+        self.seen: ObservedScript | None = None
         self._fitted: Fitted | None = None
         self._steps, self._began = 0, 0.0
         self._recorder: Recorder | None = None
@@ -99,7 +99,7 @@ class Observation:
         """Observe a fitted model, unless another was fitted before."""
         if self._fitted is not None:
             return
-        self._fitted, self.seen = fitted, Seen(fitted.plan, fitted.budgets)
+        self._fitted, self.seen = fitted, ObservedScript(fitted.plan, fitted.budgets)
         if optimizer is not None:
             self._handles = [AroundStep(optimizer, self._before_step, self._after_step)]
 
@@ -138,7 +138,7 @@ class Observation:
             between=self._between,
         )
         as_run = choose(model, optimizer, as_in(budgets, fitted.plan), profile=profile, bandwidths=bandwidths)
-        self.seen = Seen(fitted.plan, budgets, bandwidths, plan, as_run, seconds, fitted.stats())
+        self.seen = ObservedScript(fitted.plan, budgets, bandwidths, plan, as_run, seconds, fitted.stats())
 
 
 def as_in(budgets: Budgets, plan: MemoryPlan) -> Budgets:

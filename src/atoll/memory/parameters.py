@@ -23,7 +23,7 @@ from atoll.core.errors import UserError
 from atoll.memory import statedicts
 from atoll.memory.calls import caller
 from atoll.memory.interrupts import uninterrupted
-from atoll.memory.saved import Place, entered
+from atoll.memory.saved import ParameterSlot, entered
 from atoll.tensors.torch_compat import (
     TYPED_STORAGE,
     AsPlainTensors,
@@ -82,7 +82,7 @@ _REPLACE: frozenset[Any] = frozenset(_methods("set_", "resize_", "resize_as_", "
 class ChunkParameter(nn.Parameter):
     """A parameter whose values lie in a chunk. `take_over` makes it of an `nn.Parameter`."""
 
-    _atoll: Place
+    _atoll: ParameterSlot
 
     @classmethod
     @untraced
@@ -174,7 +174,7 @@ class ChunkParameter(nn.Parameter):
         return nn.Parameter(_engine(self).value(self), self.requires_grad)
 
 
-def take_over(parameter: nn.Parameter, place: Place) -> None:
+def take_over(parameter: nn.Parameter, place: ParameterSlot) -> None:
     """Make a plain parameter a ChunkParameter at `place`."""
     parameter.__class__ = ChunkParameter
     assert isinstance(parameter, ChunkParameter)
@@ -189,7 +189,7 @@ def give_back(parameter: nn.Parameter, value: Tensor) -> None:
     parameter.data = value
 
 
-def place_of(parameter: nn.Parameter) -> Place | None:
+def place_of(parameter: nn.Parameter) -> ParameterSlot | None:
     """Return the place of a ChunkParameter; None for other parameters."""
     return parameter._atoll if isinstance(parameter, ChunkParameter) else None
 

@@ -1,7 +1,7 @@
 """Payloads: the values, the gradient or the optimizer's state of a chunk.
 
-A payload is known by (chunk, kind). `Payloads` is the interface that gradients and steps need. `store.Store`
-implements it, and `TensorPayloads` does with a plain tensor for each payload.
+A payload is known by (chunk, kind). `Payloads` is the interface that gradients and steps need.
+`store.PayloadStore` implements it, and `TensorPayloads` does with a plain tensor for each payload.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from atoll.memory.bandwidth import settle
 from atoll.memory.engine import Engine
 from atoll.memory.parameters import place_of
-from atoll.memory.saved import Place, watched
+from atoll.memory.saved import ParameterSlot, watched
 from atoll.moves.search import Use
 from atoll.tensors.torch_compat import is_within_backward, own_parameters
 
@@ -132,7 +132,7 @@ class Recorder(TorchFunctionMode):
         place = bisect.bisect_right(self._starts, address) - 1
         return self._at[place] if place >= 0 and address < self._ends[place] else None
 
-    def _unpacked(self, used: Tensor | Place) -> None:
+    def _unpacked(self, used: Tensor | ParameterSlot) -> None:
         """Record a tensor that backward has unpacked, in a model whose chunks move."""
         if isinstance(used, Tensor):
             index = self._parameter_at(used)

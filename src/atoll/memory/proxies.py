@@ -59,7 +59,7 @@ _ESCAPES = (
 _OVERWRITE = ("zero_", ZERO_LIST)  # functions that read nothing of what they write
 
 
-class Source(Protocol):
+class GradientSource(Protocol):
     """The place of a proxy's gradient."""
 
     edits: int
@@ -109,10 +109,10 @@ class LostSource:
 class GradientProxy(torch.Tensor):
     """A gradient that lies elsewhere. See the module."""
 
-    source: Source
+    source: GradientSource
 
     @staticmethod
-    def of(source: Source, like: Tensor, device: torch.device) -> GradientProxy:
+    def of(source: GradientSource, like: Tensor, device: torch.device) -> GradientProxy:
         """Return a proxy with the shape and dtype of `like`, on `device`."""
         with torch.inference_mode(False), torch.no_grad():
             nan = _nan(like.shape, like.dtype, device)

@@ -11,7 +11,7 @@ from torch import Tensor
 from atoll.memory.arena import Arena
 from atoll.memory.gradients import TrainedChunk
 from atoll.memory.parameters import place_of, put, take_over
-from atoll.memory.saved import ADDRESSES, Owner, Place
+from atoll.memory.saved import ADDRESSES, ChunkOwner, ParameterSlot
 from atoll.memory.stays import Stay, stand_ins
 
 
@@ -25,7 +25,7 @@ class Residents:
         here: the stays of chunks that are resident or on their way, by chunk.
     """
 
-    def __init__(self, chunks: Mapping[int, TrainedChunk], arena: Arena, owner: Owner) -> None:
+    def __init__(self, chunks: Mapping[int, TrainedChunk], arena: Arena, owner: ChunkOwner) -> None:
         self._chunks, self._arena, self._owner = chunks, arena, owner
         self.here: dict[int, Stay] = {}
         self._stays: dict[tuple[int, int], Stay] = {}  # by chunk and first block
@@ -34,7 +34,7 @@ class Residents:
     def take_over(self, each: TrainedChunk) -> None:
         """Make a chunk's parameters `ChunkParameter`s that lie at stand-ins."""
         for slot, parameter in enumerate(each.parameters):
-            place = Place(self._owner, each.chunk.id, slot)
+            place = ParameterSlot(self._owner, each.chunk.id, slot)
             take_over(parameter, place)
             stand_in = self._absent[each.chunk.id][slot]
             put(parameter, stand_in)
@@ -63,7 +63,7 @@ class Residents:
         with torch.inference_mode(False):
             _put(each, stay.views)
         for slot, address in enumerate(stay.addresses):
-            ADDRESSES.add(address, Place(self._owner, each.chunk.id, slot))
+            ADDRESSES.add(address, ParameterSlot(self._owner, each.chunk.id, slot))
         stay.begin()
 
     def let_go(self, chunk: int) -> None:
@@ -86,7 +86,7 @@ class Residents:
         """Move a parameter to new, undefined memory. Whoever has views of the old memory keeps it."""
         ADDRESSES.remove(stay.addresses[slot])
         put(stay.each.parameters[slot], stay.set_apart(slot))
-        ADDRESSES.add(stay.addresses[slot], Place(self._owner, stay.each.chunk.id, slot))
+        ADDRESSES.add(stay.addresses[slot], ParameterSlot(self._owner, stay.each.chunk.id, slot))
 
     def _take_away(self, stay: Stay) -> None:
         stay.ready = False  # first: if this is cut short, the stay is not written back

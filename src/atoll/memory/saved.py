@@ -31,21 +31,21 @@ from atoll.memory.interrupts import uninterrupted
 from atoll.tensors.torch_compat import saved_tensors_hooks_in_force, untraced, version_of
 
 
-class Owner(Protocol):
+class ChunkOwner(Protocol):
     """An engine, as the owner of chunks."""
 
     def derive(self, packed: Packed) -> Tensor:
         """Return the tensor that was packed, from the parameter's present memory."""
 
-    def version(self, place: Place) -> int:
+    def version(self, place: ParameterSlot) -> int:
         """Return the version of a parameter: how often it was written into."""
 
 
 @dataclass(frozen=True)
-class Place:
+class ParameterSlot:
     """A parameter's place: slot `slot` of chunk `chunk` of `owner`."""
 
-    owner: Owner
+    owner: ChunkOwner
     chunk: int
     slot: int
 
@@ -60,7 +60,7 @@ class Packed:
         whole: True if it is the parameter itself, saved while its chunk was away.
     """
 
-    place: Place
+    place: ParameterSlot
     version: int
     dtype: torch.dtype
     size: tuple[int, ...]
@@ -76,9 +76,9 @@ class Addresses:
     """
 
     def __init__(self) -> None:
-        self._places: dict[int, tuple[weakref.ref[Owner], int, int, bool]] = {}
+        self._places: dict[int, tuple[weakref.ref[ChunkOwner], int, int, bool]] = {}
 
-    def add(self, address: int, place: Place, *, absent: bool = False) -> None:
+    def add(self, address: int, place: ParameterSlot, *, absent: bool = False) -> None:
         """Note that the memory of `place`, or its stand-in, begins here. Memory of no length has no
         address."""
         if address:
@@ -101,7 +101,7 @@ class Addresses:
         if owner is None:
             del self._places[address]
             return tensor, version_of(tensor)
-        place = Place(owner, found[1], found[2])
+        place = ParameterSlot(owner, found[1], found[2])
         return Packed(
             place,
             owner.version(place),  # the tensor's own count would be wrong for one that was derived
@@ -114,11 +114,11 @@ class Addresses:
 
 
 ADDRESSES = Addresses()
-_watching: list[Callable[[Tensor | Place], None]] = []
+_watching: list[Callable[[Tensor | ParameterSlot], None]] = []
 
 
 @contextmanager
-def watched(unpacked: Callable[[Tensor | Place], None]) -> Iterator[None]:
+def watched(unpacked: Callable[[Tensor | ParameterSlot], None]) -> Iterator[None]:
     """Call `unpacked` with each tensor that a backward unpacks, or with its place if it lies in a chunk."""
     _watching.append(unpacked)
     try:

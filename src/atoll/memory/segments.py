@@ -23,7 +23,7 @@ from atoll.tensors.torch_compat import bare_step, drop_step_hooks
 
 _HOST = torch.device("cpu")
 # The optimizer's own code: takes settings, parameters and their states, and returns the new states.
-Run: TypeAlias = Callable[
+RunSegment: TypeAlias = Callable[
     [Settings, list[nn.Parameter], dict[nn.Parameter, State]], Mapping[nn.Parameter, State]
 ]
 # Lends the payload of an element-wise state, by its key and dtype, to be changed.
@@ -55,7 +55,7 @@ class Segments:
         self._runs: list[tuple[int, int]] = []  # first and last slot of each segment
         self._cut_for: tuple[object, ...] | None = None  # the `_key` that they were cut for
 
-    def step(self, settings: Settings, gradients: Tensor, present: tuple[bool, ...], run: Run) -> None:
+    def step(self, settings: Settings, gradients: Tensor, present: tuple[bool, ...], run: RunSegment) -> None:
         """Step the slots that are `present` with `gradients`, (extent,)."""
         states = self.states
         states.changes += 1
@@ -71,7 +71,7 @@ class Segments:
                 states.keep(*made)
             self._round(values, stepped)
 
-    def step_aside(self, settings: Settings, gradients: Tensor, run: Run) -> Made:
+    def step_aside(self, settings: Settings, gradients: Tensor, run: RunSegment) -> Made:
         """Make a step in spare payloads, which begin as copies, and change nothing else. It counts from
         `take_made` on.
 
@@ -137,7 +137,7 @@ class Segments:
         stepped: Tensor,
         gradients: Tensor,
         elements: Mapping[str, Tensor],
-        run: Run,
+        run: RunSegment,
         place: _Place,
     ) -> list[Kept]:
         """Step the segments, which lie in `stepped` and `elements`; return what is to be kept of each."""

@@ -23,8 +23,8 @@ from atoll.memory.calls import caller
 from atoll.memory.engine import in_order_of_use
 from atoll.memory.fitted import Moving
 from atoll.memory.foreign import SharedStates
-from atoll.memory.gradients import Gradients, TrainedChunk
-from atoll.memory.grouping import Grouping
+from atoll.memory.gradients import ModelGradients, TrainedChunk
+from atoll.memory.grouping import ChunkGroups
 from atoll.memory.home import Home, HostHome
 from atoll.memory.members import Members
 from atoll.memory.othergroups import Held, groups_of, held_by_groups
@@ -96,13 +96,15 @@ class Sharded(Moving):
             self._grouping(chunks),
         )
 
-    def _grouping(self, chunks: Sequence[TrainedChunk]) -> Grouping | None:
+    def _grouping(self, chunks: Sequence[TrainedChunk]) -> ChunkGroups | None:
         if self.plan.share is None:
             return None
         groups = self.chunk_map.groups
-        return Grouping(self.plan.share, [groups[each.chunk.group].feature for each in chunks])
+        return ChunkGroups(self.plan.share, [groups[each.chunk.group].feature for each in chunks])
 
-    def _gradients_of(self, trained: Sequence[TrainedChunk], beside: Mapping[int, nn.Parameter]) -> Gradients:
+    def _gradients_of(
+        self, trained: Sequence[TrainedChunk], beside: Mapping[int, nn.Parameter]
+    ) -> ModelGradients:
         sharing, came = self.sharing, self._gradient_came
         return SharedGradients(trained, sharing, self._steps, came, self._room, beside)
 

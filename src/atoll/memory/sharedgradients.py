@@ -24,7 +24,7 @@ from atoll.core.scriptline import script_line, waiting_line
 from atoll.core.stands import Stand, call, gradients
 from atoll.core.weighing import SAID, Certainty, said
 from atoll.memory.calls import caller
-from atoll.memory.gradients import ChunkGradients, Gradients, Slot, TrainedChunk
+from atoll.memory.gradients import ChunkGradients, GradientSlot, ModelGradients, TrainedChunk
 from atoll.memory.interrupts import uninterrupted
 from atoll.memory.leaving import Leaving
 from atoll.memory.members import told
@@ -43,7 +43,7 @@ _ABSENT = -1.0  # stands for a norm if there is no gradient
 _PIECE = 2**20  # elements that are summed at once in double precision, which takes a copy of them
 
 
-class _SharedSlot(Slot):
+class _SharedSlot(GradientSlot):
     """One parameter's gradient in a chunk that several members hold."""
 
     _chunk: _SharedChunk
@@ -388,7 +388,7 @@ class _SharedChunk(ChunkGradients):
             self._former = self._sharing.count, self._as_summed()
 
 
-class SharedGradients(Gradients):
+class SharedGradients(ModelGradients):
     """The gradients of all trained chunks, on one of the members that hold them between them."""
 
     _chunks: Mapping[int, _SharedChunk]
@@ -563,7 +563,7 @@ class SharedGradients(Gradients):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Clip as `Gradients.clip_grad_norm_` does. All members call it; the norm has the same bits on
+        """Clip as `ModelGradients.clip_grad_norm_` does. All members call it; the norm has the same bits on
         each."""
         self.check_summed()
         kind = "" if norm_type == 2.0 else f", norm_type={float(norm_type):g}"

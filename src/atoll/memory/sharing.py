@@ -21,12 +21,12 @@ from atoll.chunks import Chunk
 from atoll.core.errors import DeadlineError, UserError
 from atoll.memory import copies
 from atoll.memory.gradients import TrainedChunk
-from atoll.memory.grouping import Grouping
+from atoll.memory.grouping import ChunkGroups
 from atoll.memory.members import Members
 from atoll.memory.moved import Moved
 from atoll.memory.payloads import GRADIENT, VALUES, Key
 from atoll.memory.stages import Stages
-from atoll.memory.store import Store
+from atoll.memory.store import PayloadStore
 from atoll.memory.sums import Over, Sum, Summing
 from atoll.memory.syncpoints import SyncPoints
 from atoll.moves.owners import Holding, Part, Share
@@ -62,16 +62,16 @@ class Sharing:
         chunks: Sequence[Chunk],
         names: Sequence[str],
         holding: Holding,
-        store: Store,
+        store: PayloadStore,
         staging_bytes: int,
         moved: Moved,
-        grouping: Grouping | None = None,
+        grouping: ChunkGroups | None = None,
     ) -> None:
         self._moved = moved
         self.members, self.store, self.rank = members, store, members.rank
         self.holding, self._names = holding, list(names)
         everybody = Share(members.rank, members.count)
-        self.grouping = Grouping(everybody, [""] * len(chunks)) if grouping is None else grouping
+        self.grouping = ChunkGroups(everybody, [""] * len(chunks)) if grouping is None else grouping
         self._extents = [chunk.extent for chunk in chunks]
         self._parts = [holding.part(chunk.id, self.rank) for chunk in chunks]
         self._others = [

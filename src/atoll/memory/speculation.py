@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atoll.memory.gradients import Gradients
+from atoll.memory.gradients import ModelGradients
 from atoll.memory.payloads import Key
-from atoll.memory.segments import Made, Run, Segments, noted
+from atoll.memory.segments import Made, RunSegment, Segments, noted
 from atoll.memory.stepqueue import Settings
 from atoll.moves.timeline import EARLY_COST
 
@@ -87,10 +87,10 @@ class Ahead:
 
 
 class Speculation:
-    """The choice of chunks to step ahead, and those steps, for a `Stepper` and on its thread.
+    """The choice of chunks to step ahead, and those steps, for a `ChunkStepper` and on its thread.
 
     Args:
-        segments: the chunks that the `Stepper` steps.
+        segments: the chunks that the `ChunkStepper` steps.
         condition: the condition of the queue of steps.
         run: makes the optimizer's own code for given attributes of the optimizer.
     """
@@ -99,10 +99,10 @@ class Speculation:
         self,
         optimizer: torch.optim.Optimizer,
         segments: Mapping[int, Segments],
-        gradients: Gradients,
+        gradients: ModelGradients,
         spares: Spares,
         condition: threading.Condition,
-        run: Callable[[Settings], Run],
+        run: Callable[[Settings], RunSegment],
     ) -> None:
         self._optimizer, self._gradients, self._spares = optimizer, gradients, spares
         self._segments = {chunk: segments[chunk] for chunk in spares.chunks if chunk in segments}

@@ -22,20 +22,20 @@ from torch import Tensor, nn
 
 from atoll.core.heap import give_back_freed_memory
 from atoll.memory.calls import caller, is_under_way
-from atoll.memory.gradients import Gradients
+from atoll.memory.gradients import ModelGradients
 from atoll.memory.interrupts import uninterrupted
 from atoll.memory.plainstate import PlainState, States
-from atoll.memory.segments import Run, Segments, here, noted, run_step
+from atoll.memory.segments import RunSegment, Segments, here, noted, run_step
 from atoll.memory.speculation import Ahead, Spares, Speculation, can_be_stepped_ahead
 from atoll.memory.states import ChunkStates
-from atoll.memory.stepqueue import DEADLINE, Step, StepQueue
+from atoll.memory.stepqueue import DEADLINE, StepCall, StepQueue
 from atoll.tensors.optimizer import call_closure_now, check_groups, elementwise_keys
 from atoll.tensors.stephooks import AroundStep, Handle
 
-_STEPPED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # optimizers that have a Stepper
+_STEPPED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # optimizers that have a ChunkStepper
 
 
-class Stepper:
+class ChunkStepper:
     """Makes `optimizer` step chunks on a thread of its own.
 
     Args:
@@ -56,7 +56,7 @@ class Stepper:
         self,
         optimizer: torch.optim.Optimizer,
         states: Mapping[int, ChunkStates],
-        gradients: Gradients,
+        gradients: ModelGradients,
         steps: StepQueue,
         before: Callable[[Sequence[int]], Sequence[int]],
         after: Callable[[], None],
@@ -72,7 +72,7 @@ class Stepper:
         self._chunks = {chunk: Segments(each) for chunk, each in states.items()}
         self._call: FrameType | None = None  # the frame that called `step`, while `step` runs
         self._left_out = False  # the param groups lack the chunks' parameters, while `step` runs
-        self._next: Step | None = None  # the step that is about to begin
+        self._next: StepCall | None = None  # the step that is about to begin
         self._ahead: dict[int, Ahead] = {}  # by chunk, steps that were made ahead of the latest `step`
         self.speculation: Speculation | None = None
         if spares is not None and can_be_stepped_ahead(optimizer):
@@ -160,7 +160,7 @@ class Stepper:
             if any(self._gradients.present(chunk)):
                 present[chunk] = self._gradients.begin_step(chunk)
         groups = [noted(group, without="params") for group in optimizer.param_groups]
-        self._next = Step(noted(optimizer.__dict__), groups, present)
+        self._next = StepCall(noted(optimizer.__dict__), groups, present)
         self._left_out = True
         for group, parameters in zip(optimizer.param_groups, self._group_parameters, strict=True):
             group["params"] = [p for p in parameters if not self.state.has(p)]
@@ -248,7 +248,7 @@ class Stepper:
             if taken is not None:
                 self._try_step(*taken)
 
-    def _try_step(self, step: Step, chunk: int) -> None:
+    def _try_step(self, step: StepCall, chunk: int) -> None:
         failed = None
         try:
             self._step_chunk(step, chunk)
@@ -256,14 +256,14 @@ class Stepper:
             failed = error
         self._steps.ended(step, failed)
 
-    def _step_chunk(self, step: Step, chunk: int) -> None:
+    def _step_chunk(self, step: StepCall, chunk: int) -> None:
         ahead = self._ahead.pop(chunk, None)
         if self.speculation is not None and self.speculation.confirm(ahead):
             self._gradients.end_step(chunk)
         else:
             self._step_now(step, chunk, self._chunks[chunk])
 
-    def _step_now(self, step: Step, chunk: int, segments: Segments) -> None:
+    def _step_now(self, step: StepCall, chunk: int, segments: Segments) -> None:
         states = segments.states
         had_state = states.has_elements
         with self._gradients.stepped_with(chunk) as gradients:
@@ -275,13 +275,13 @@ class Stepper:
         if states.has_elements and not had_state:
             give_back_freed_memory()  # the new states were copied into payloads; free them chunk by chunk
 
-    def _own_code(self, own: Mapping[str, Any]) -> Run:
+    def _own_code(self, own: Mapping[str, Any]) -> RunSegment:
         """Return the optimizer's own code, with these attributes of the optimizer, on the CPU."""
         return partial(run_step, type(self.optimizer), here(own))
 
 
 def has_stepper(optimizer: torch.optim.Optimizer) -> bool:
-    """True if an open `Stepper` steps the optimizer."""
+    """True if an open `ChunkStepper` steps the optimizer."""
     return optimizer in _STEPPED
 
 

@@ -17,7 +17,7 @@ DEADLINE = 600.0  # seconds; even with the slowest disk a chunk's step ends in l
 
 
 @dataclass
-class Step:
+class StepCall:
     """One call of `optimizer.step()`.
 
     Attributes:
@@ -43,7 +43,7 @@ class Step:
 
 
 class StepQueue:
-    """Chunks on their way from `optimizer.step()` to the thread that steps them (`stepping.Stepper`).
+    """Chunks on their way from `optimizer.step()` to the thread that steps them (`stepping.ChunkStepper`).
 
     Whoever needs a chunk's values, gradient or state waits here. If no step is made here the queue stays
     empty. All methods may be called from several threads.
@@ -62,7 +62,7 @@ class StepQueue:
         self.waited = 0.0
         self.is_closed = False
         self._words = words or {}
-        self._step: Step | None = None  # the latest
+        self._step: StepCall | None = None  # the latest
         self._failed: dict[int, BaseException] = {}  # the error of each chunk's step
         self._untold: BaseException | None = None  # the first error, until one was raised to the script
         self._tells = True
@@ -137,7 +137,7 @@ class StepQueue:
 
     # For the thread that steps the chunks
 
-    def begin(self, step: Step, chunks: Iterable[int]) -> None:
+    def begin(self, step: StepCall, chunks: Iterable[int]) -> None:
         """Add these chunks to the queue, in this order, for `step`."""
         with self.condition:
             step.waiting.extend(chunks)
@@ -149,14 +149,14 @@ class StepQueue:
         """True if a chunk waits to be stepped."""
         return self._step is not None and bool(self._step.waiting)
 
-    def take(self) -> tuple[Step, int]:
+    def take(self) -> tuple[StepCall, int]:
         """Return the next chunk and its step; `ended` follows. The caller holds the condition."""
         step = self._step
         assert step is not None
         step.under_way = step.waiting.popleft()
         return step, step.under_way
 
-    def ended(self, step: Step, error: BaseException | None) -> None:
+    def ended(self, step: StepCall, error: BaseException | None) -> None:
         """Note that the step of the chunk that was taken has ended, with `error` if it failed."""
         with self.condition:
             if error is not None and step.under_way is not None:

@@ -25,7 +25,7 @@ from atoll.core.units import format_bytes, format_seconds
 from atoll.memory.arena import Arena, Block, exactly
 from atoll.memory.disk import DISK_SECONDS, PAGE, DiskFile, Transfer
 from atoll.memory.payloads import is_spare
-from atoll.moves.cache import Cache, Decision, Full, Policy
+from atoll.moves.cache import Cache, CachePlacement, Full, Policy
 
 Key: TypeAlias = tuple[int, str]  # (chunk id, kind)
 
@@ -85,7 +85,7 @@ class StoreStatistics:
         return StoreStatistics(**{name: mine[name] - theirs[name] for name in mine})
 
 
-class Store:
+class PayloadStore:
     """Payloads in `host`, and, with `disk`, on disk while they are not used soon.
 
     No one else may take memory from `host`. The store page-locks the arena if it can, and keeps it from
@@ -324,7 +324,9 @@ class Store:
                 f"beside the rest: raise it to at least {exactly(self.least_nbytes)}, or give memory.disk"
             ) from None
 
-    def _decide(self, cache: Cache[Key], payload: _Payload, *, writes: bool, fresh: bool) -> Decision[Key]:
+    def _decide(
+        self, cache: Cache[Key], payload: _Payload, *, writes: bool, fresh: bool
+    ) -> CachePlacement[Key]:
         """Return what must leave the host for a use. If other threads have too much pinned, wait until one
         lets go.
 
@@ -358,7 +360,7 @@ class Store:
     def _is_held(self, key: Key) -> bool:
         return bool(self._payloads[key].pinned_by)
 
-    def _bring(self, payload: _Payload, decision: Decision[Key]) -> None:
+    def _bring(self, payload: _Payload, decision: CachePlacement[Key]) -> None:
         """Evict what must leave, and begin to fill the place that it leaves."""
         assert self.disk is not None
         try:

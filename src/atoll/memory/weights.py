@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from atoll.core.errors import CheckpointError
 from atoll.tensors.lazy import LazyTensor
 from atoll.tensors.tensorfile import check_tensor, flush, put_checked_tensors
-from atoll.tensors.tensorreader import Entry, TensorFile
+from atoll.tensors.tensorreader import TensorEntry, TensorFile
 
 _NAMED = 3  # names of each kind of fault in a message
 
@@ -84,7 +84,7 @@ def as_lazy(value: Tensor) -> Tensor:
     return value.detach() if stored is None else LazyTensor(stored, value.shape, value.dtype)
 
 
-def _stored_as(wanted: Mapping[str, Tensor], found: Mapping[str, Entry]) -> dict[str, str]:
+def _stored_as(wanted: Mapping[str, Tensor], found: Mapping[str, TensorEntry]) -> dict[str, str]:
     """Return the name in the file for each of the model's names. Of tied names, the file may have only
     one."""
     tied: dict[int, list[str]] = {}
@@ -100,7 +100,7 @@ def _stored_as(wanted: Mapping[str, Tensor], found: Mapping[str, Entry]) -> dict
 
 
 def _faults(
-    wanted: Mapping[str, Tensor], found: Mapping[str, Entry], stored_as: Mapping[str, str], cast: bool
+    wanted: Mapping[str, Tensor], found: Mapping[str, TensorEntry], stored_as: Mapping[str, str], cast: bool
 ) -> list[str]:
     """Return the mismatches, in words; empty if everything fits."""
     missing = [repr(name) for name in wanted if name not in stored_as]
@@ -124,7 +124,7 @@ def _faults(
     return faults
 
 
-def _short(of: Entry | Tensor) -> str:
+def _short(of: TensorEntry | Tensor) -> str:
     return str(of.dtype).removeprefix("torch.")
 
 

@@ -1,7 +1,7 @@
 """Pure decisions about chunks in a device's memory: which moves, when, and what leaves for it."""
 
-from atoll.moves.cache import Cache, Decision, Eviction, Full, Policy, StepStatistics
+from atoll.moves.cache import Cache, CachePlacement, Eviction, Full, Policy, StepStatistics
 from atoll.moves.optimum import optimum
-from atoll.moves.order import Order
+from atoll.moves.order import UseOrder
 
-__all__ = ["Cache", "Decision", "Eviction", "Full", "Order", "Policy", "StepStatistics", "optimum"]
+__all__ = ["Cache", "CachePlacement", "Eviction", "Full", "Policy", "StepStatistics", "UseOrder", "optimum"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Generic, Literal, TypeVar
 
 from atoll.core.errors import UserError
-from atoll.moves.order import NEVER, Order
+from atoll.moves.order import NEVER, UseOrder
 from atoll.moves.places import Places
 from atoll.moves.ranking import Ranking
 
@@ -53,7 +53,7 @@ class Eviction(Generic[K]):
 
 
 @dataclass(frozen=True, slots=True)
-class Decision(Generic[K]):
+class CachePlacement(Generic[K]):
     """Evict in this order, then have `chunk` in its blocks; the first of these is `place`."""
 
     chunk: K
@@ -108,7 +108,7 @@ class Cache(Generic[K]):
         self, blocks: int, sizes: Mapping[K, int] | None = None, *, policy: Policy = "belady"
     ) -> None:
         self.blocks = blocks
-        self.order: Order[K] | None = None  # expected in each step
+        self.order: UseOrder[K] | None = None  # expected in each step
         self._sizes: Mapping[K, int] = {} if sizes is None else sizes
         self._policy = policy
         self._places: Places[K] = Places(blocks)
@@ -146,7 +146,7 @@ class Cache(Generic[K]):
 
     def handle_use(
         self, chunk: K, *, writes: bool = False, fresh: bool = False, held: Callable[[K], bool] = nobody
-    ) -> Decision[K]:
+    ) -> CachePlacement[K]:
         """Decide on a use of `chunk` now. Raises Full, with nothing changed, if not enough keys can leave.
 
         Args:
@@ -158,7 +158,7 @@ class Cache(Generic[K]):
         foreseen, skipped = self._follow(chunk)
         run = self._places.runs.get(chunk)
         if run is not None:
-            decision = Decision(chunk, True, False, (), run.first, "it is there")
+            decision = CachePlacement(chunk, True, False, (), run.first, "it is there")
             if not foreseen or self.order is None:
                 self._touch(chunk)
         else:
@@ -180,7 +180,7 @@ class Cache(Generic[K]):
         self.statistics.skipped += skipped
         return decision
 
-    def poll_prefetch(self, held: Callable[[K], bool] = nobody) -> Decision[K] | None:
+    def poll_prefetch(self, held: Callable[[K], bool] = nobody) -> CachePlacement[K] | None:
         """Return a chunk to bring in ahead of its use without adding moves; None if there is none.
 
         It is the order's next miss, and the keys leave that would leave at that use. So it waits while one of
@@ -238,7 +238,7 @@ class Cache(Generic[K]):
         ended, self.statistics, self._following = self.statistics, self._following, StepStatistics()
         record, self._record = self._record, _Record()
         if self._policy == "belady" and record.uses and not record.cut and not self._expected(record, ended):
-            self.order = Order(record.uses, record.fresh, record.voids)
+            self.order = UseOrder(record.uses, record.fresh, record.voids)
             ended.add(self.statistics)  # prefetches for a step that is no longer expected
             self.statistics = StepStatistics()
             self._position, self._trust = 0, TRUST
@@ -325,7 +325,7 @@ class Cache(Generic[K]):
 
     def _arrive(
         self, chunk: K, place: int, leaving: list[K], bring: bool, statistics: StepStatistics, ahead: int
-    ) -> Decision[K]:
+    ) -> CachePlacement[K]:
         """Evict `leaving` and put `chunk` at `place`, for the use that is `ahead` uses from now."""
         reason = self._reason(leaving, ahead)
         evictions = []
@@ -340,7 +340,7 @@ class Cache(Generic[K]):
         self._ranking.enter(chunk, 0 if self.order is None else self.order.need_after(chunk, self._seen - 1))
         statistics.moves_in += bring
         statistics.blocks_in += count * bring
-        return Decision(chunk, False, bring, tuple(evictions), place, reason)
+        return CachePlacement(chunk, False, bring, tuple(evictions), place, reason)
 
     def _leave(self, chunk: K) -> None:
         self._barred = 0

@@ -6,13 +6,13 @@ from collections.abc import Hashable, Iterable, Mapping
 from heapq import heappop, heappush
 from typing import Generic, TypeVar
 
-from atoll.moves.order import NEVER, Order
+from atoll.moves.order import NEVER, UseOrder
 
 K = TypeVar("K", bound=Hashable)
 
 
 def optimum(
-    order: Order[K],
+    order: UseOrder[K],
     blocks: int,
     sizes: Mapping[K, int] | None = None,
     *,
@@ -42,7 +42,7 @@ def optimum(
 class _Parts(Generic[K]):
     """Cache of the best schedule: blocks of each key that will be needed, by time of need."""
 
-    def __init__(self, order: Order[K], blocks: int, sizes: Mapping[K, int]) -> None:
+    def __init__(self, order: UseOrder[K], blocks: int, sizes: Mapping[K, int]) -> None:
         self.order, self.blocks, self.sizes = order, blocks, sizes
         self.there: dict[K, int] = {}
         self.used = 0

@@ -12,7 +12,7 @@ K = TypeVar("K", bound=Hashable)
 NEVER = sys.maxsize  # position of a use that never occurs
 
 
-class Order(Generic[K]):
+class UseOrder(Generic[K]):
     """Uses of one step, and the next use of each key if the step repeats without end.
 
     A position counts uses from the first of the recorded step: position p has use p % len(order).

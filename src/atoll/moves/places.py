@@ -9,7 +9,7 @@ from typing import Generic, NamedTuple, TypeVar
 K = TypeVar("K", bound=Hashable)
 
 
-class Run(NamedTuple):
+class BlockRange(NamedTuple):
     """`length` blocks from block `first` on."""
 
     first: int
@@ -29,9 +29,9 @@ class Places(Generic[K]):
 
     def __init__(self, blocks: int) -> None:
         self.blocks = blocks
-        self.runs: dict[K, Run] = {}  # by key
+        self.runs: dict[K, BlockRange] = {}  # by key
         self._owner: dict[int, K] = {}  # by block; free ones have none
-        self._free = [Run(0, blocks)] if blocks else []  # ascending, no two adjacent
+        self._free = [BlockRange(0, blocks)] if blocks else []  # ascending, no two adjacent
 
     @property
     def used(self) -> int:
@@ -39,14 +39,14 @@ class Places(Generic[K]):
 
     def occupy(self, key: K, first: int, count: int) -> None:
         """Give `key` these blocks, all of them free."""
-        at = bisect_left(self._free, Run(first + 1, 0)) - 1
+        at = bisect_left(self._free, BlockRange(first + 1, 0)) - 1
         run = self._free[at]
-        parts = [Run(run.first, first - run.first), Run(first + count, run.end - first - count)]
+        parts = [BlockRange(run.first, first - run.first), BlockRange(first + count, run.end - first - count)]
         self._free[at : at + 1] = [part for part in parts if part.length]
-        self.runs[key] = Run(first, count)
+        self.runs[key] = BlockRange(first, count)
         self._owner.update(dict.fromkeys(range(first, first + count), key))
 
-    def remove(self, key: K) -> Run:
+    def remove(self, key: K) -> BlockRange:
         """Free the blocks of `key` and return their run."""
         run = self.runs.pop(key)
         for block in range(run.first, run.end):
@@ -58,7 +58,7 @@ class Places(Generic[K]):
             end, above = self._free[at].end, at + 1
         if at and self._free[at - 1].end == first:
             first, below = self._free[at - 1].first, at - 1
-        self._free[below:above] = [Run(first, end - first)]
+        self._free[below:above] = [BlockRange(first, end - first)]
         return run
 
     def free_run(self, count: int) -> int | None:

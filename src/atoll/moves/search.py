@@ -17,7 +17,16 @@ from atoll.core.errors import UserError
 from atoll.core.memory import Budgets, Pins
 from atoll.core.units import format_bytes, format_seconds
 from atoll.moves.owners import UNIT, Holding, Share, deal_whole, split_evenly
-from atoll.moves.timeline import DIRECTIONS, GROUPS, MEMBERS, Bandwidths, Call, ChunkCosts, Outcome, Timeline
+from atoll.moves.timeline import (
+    DIRECTIONS,
+    GROUPS,
+    MEMBERS,
+    Bandwidths,
+    Call,
+    ChunkCosts,
+    SimulatedStep,
+    Timeline,
+)
 
 PAGE = 4096  # bytes: alignment of payloads in host memory
 SMALLEST_PART = 1024  # the smallest chunk tried is this part of the model; each chunk costs work for each use
@@ -650,7 +659,9 @@ def _homes(
     return costs, host, need
 
 
-def _prediction(shape: _Shape, outcome: Outcome, timeline: Timeline, there: int, spare: int) -> Prediction:
+def _prediction(
+    shape: _Shape, outcome: SimulatedStep, timeline: Timeline, there: int, spare: int
+) -> Prediction:
     return Prediction(
         seconds=outcome.seconds,
         computing=sum(call.seconds for call in shape.calls),

@@ -76,7 +76,7 @@ class Bandwidths(msgspec.Struct, frozen=True, kw_only=True):
     shared: bool = False
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class SimulatedStep(msgspec.Struct, frozen=True, kw_only=True):
     """The last step's time, its moves and bytes by direction, and the peak bytes of host and disk."""
 
     seconds: float
@@ -215,7 +215,7 @@ class Timeline:
         self._stepped_there = [c for c in trained if c in on_device]
         self._void = [*self._stepped, *(c for c in first if chunks[c].stepped_elsewhere)]
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulatedStep:
         return _Clock(self._rates, self._chunks, self).run()
 
     @property
@@ -366,7 +366,7 @@ class _Clock:
         self._stepped: dict[int, float] = {}
         self._moves, self._nbytes = dict.fromkeys(DIRECTIONS, 0), dict.fromkeys(DIRECTIONS, 0)
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulatedStep:
         timeline = self._timeline
         loads = timeline.loads()
         accesses = [timeline.accesses(step) for step in loads]
@@ -376,7 +376,7 @@ class _Clock:
             began = self._free["compute"]
             self._moves, self._nbytes = dict.fromkeys(DIRECTIONS, 0), dict.fromkeys(DIRECTIONS, 0)
             self._step(loads[step], accesses[step], None if disk is None else disk[step])
-        return Outcome(
+        return SimulatedStep(
             seconds=self._free["compute"] - began,
             host_peak=timeline.host_peak,
             disk_peak=timeline.disk_peak,

@@ -10,11 +10,11 @@ from statistics import median
 from typing import Any
 
 from atoll.core.units import format_bytes, format_rate, format_seconds
-from atoll.ltp.settings import Settings
+from atoll.ltp.settings import LtpSettings
 
 SOONER = 0.9  # of TCP's median: below this the loss-tolerant transport is worth its losses
 SHORTER_TAIL = 0.8  # of TCP's 99th percentile, if the medians are about equal
-USABLE = Settings().usable
+USABLE = LtpSettings().usable
 _RELIABLE = "ltp:reliable"
 _CLOCK_READINGS = 32
 _CLOCK_SECONDS = 60.0  # by then two clocks may have drifted a few milliseconds apart
@@ -83,7 +83,7 @@ class Packets:
 
 
 @dataclass
-class Outcome:
+class TransportResult:
     """A transport's transfers of `size` bytes each."""
 
     transport: str
@@ -137,7 +137,7 @@ class LinkReport:
     size: int
     high: float
     round_trip: float
-    outcomes: list[Outcome]
+    outcomes: list[TransportResult]
     notes: list[str] = field(default_factory=list)
     lost: str = ""  # why the test ended early, with what had been measured by then
 
@@ -199,7 +199,7 @@ def _shown(size: int) -> str:
     return f"{size / 1e6:g} MB" if size >= 10**5 else f"{size / 1e3:g} kB"
 
 
-def _row(outcome: Outcome) -> list[str]:
+def _row(outcome: TransportResult) -> list[str]:
     made = outcome.to_json()
     if not outcome.turns:
         return [outcome.transport, *["-"] * 8, outcome.detail]
@@ -224,7 +224,7 @@ def nearest_rank(values: Sequence[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
-def advise(outcomes: Sequence[Outcome]) -> tuple[str, str]:
+def advise(outcomes: Sequence[TransportResult]) -> tuple[str, str]:
     """Return the transport to take, and why; an empty name if there is no choice.
 
     TCP delivers every byte and needs no choice of priorities, so a transport that is only about as fast does
@@ -239,7 +239,7 @@ def advise(outcomes: Sequence[Outcome]) -> tuple[str, str]:
     return taken.transport, reason + _caveat(taken) + _beside(taken, measured)
 
 
-def _chosen(measured: Sequence[Outcome]) -> tuple[Outcome, str]:
+def _chosen(measured: Sequence[TransportResult]) -> tuple[TransportResult, str]:
     """Return the transport to take, and why."""
     tcp = _best([each for each in measured if _is_tcp(each)])
     ltp = _best([each for each in measured if not _is_tcp(each)])
@@ -261,7 +261,7 @@ def _chosen(measured: Sequence[Outcome]) -> tuple[Outcome, str]:
     return tcp, f"about as fast as {ltp.transport}, and every byte arrives"
 
 
-def _beside(taken: Outcome, measured: Sequence[Outcome]) -> str:
+def _beside(taken: TransportResult, measured: Sequence[TransportResult]) -> str:
     """Return words on others of its kind: those that tie with it, and the cost of full reliability."""
     others = [each for each in measured if each is not taken and _is_tcp(each) == _is_tcp(taken)]
     if _is_tcp(taken):
@@ -278,14 +278,14 @@ def _beside(taken: Outcome, measured: Sequence[Outcome]) -> str:
     return ""
 
 
-def _ties(one: Outcome, best: Outcome) -> bool:
+def _ties(one: TransportResult, best: TransportResult) -> bool:
     """True if `one` is about as fast as `best`, which has the shortest median, there and at the 99th
     percentile."""
     tails = [nearest_rank(each.seconds, 0.99) for each in (best, one)]
     return median(best.seconds) >= SOONER * median(one.seconds) and tails[0] >= SHORTER_TAIL * tails[1]
 
 
-def _caveat(outcome: Outcome) -> str:
+def _caveat(outcome: TransportResult) -> str:
     """Return what speaks against the transport in spite of its speed."""
     if not outcome.short:
         return ""
@@ -295,15 +295,15 @@ def _caveat(outcome: Outcome) -> str:
     )
 
 
-def _is_tcp(outcome: Outcome) -> bool:
+def _is_tcp(outcome: TransportResult) -> bool:
     return outcome.transport.split(":")[0] == "tcp"
 
 
-def _best(outcomes: Sequence[Outcome]) -> Outcome | None:
+def _best(outcomes: Sequence[TransportResult]) -> TransportResult | None:
     return min(outcomes, key=lambda each: median(each.seconds), default=None)
 
 
-def window_note(most_in_flight: int | None, round_trip: float, outcomes: Sequence[Outcome]) -> str:
+def window_note(most_in_flight: int | None, round_trip: float, outcomes: Sequence[TransportResult]) -> str:
     """Return a note if the kernel's buffers, and not the link, may have limited TCP; else an empty string."""
     tcp = [outcome for outcome in outcomes if _is_tcp(outcome) and outcome.turns]
     if most_in_flight is None or not tcp or round_trip <= 0:

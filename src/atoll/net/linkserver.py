@@ -21,7 +21,7 @@ from atoll.core.errors import UserError
 from atoll.core.units import format_bytes
 from atoll.net.endpoint import Received, Server, host_and_port, poll
 from atoll.net.keys import Keys
-from atoll.net.tcpflows import TcpFlows, Told
+from atoll.net.tcpflows import FlowListener, TcpFlows
 from atoll.wire.datagrams import LTP_VERSION
 from atoll.wire.linktest import LINK_ROLE
 from atoll.wire.messages import (
@@ -90,7 +90,7 @@ class LinkServer:
         self,
         listen: str,
         keys: Keys | None,
-        make_ltp: Callable[[str, int, Told], LtpFlows] | None = None,
+        make_ltp: Callable[[str, int, FlowListener], LtpFlows] | None = None,
     ) -> None:
         self._server = Server(listen, keys, limit=FRAME, name=NAME)
         place = host_and_port(listen)

@@ -21,7 +21,7 @@ from atoll.core.errors import DeadlineError, RunError
 from atoll.ltp.events import Arrived, Asked, Event, Lost, Migrated, Opened, Refused, StripeChanged
 from atoll.ltp.paths import MOST_PATHS
 from atoll.ltp.replay import ReplayWindow
-from atoll.ltp.session import Session, Status
+from atoll.ltp.session import LtpSession, Status
 from atoll.net import context as process
 from atoll.net.seals import Opener, Sealer
 from atoll.net.udp import Address, Bytes, UdpPort
@@ -51,7 +51,7 @@ class LinkSession:
 
     def __init__(
         self,
-        session: Session,
+        session: LtpSession,
         number: int,
         secret: bytes,
         ports: Sequence[UdpPort],

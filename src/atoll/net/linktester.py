@@ -21,11 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from atoll.core.errors import PeerLostError, RunError, UserError
-from atoll.ltp.settings import Settings
+from atoll.ltp.settings import LtpSettings
 from atoll.net.endpoint import Client, host_and_port
 from atoll.net.keys import Keys
 from atoll.net.linkoptions import LinkTestOptions
-from atoll.net.linkreport import Clocks, LinkReport, Outcome, Packets, Turn, window_note
+from atoll.net.linkreport import Clocks, LinkReport, Packets, TransportResult, Turn, window_note
 from atoll.net.linkserver import FRAME, NAME
 from atoll.net.requests import RefusedError
 from atoll.net.tcpflows import TcpSender, most_in_flight
@@ -238,7 +238,7 @@ class LinkTester:
         # Not imported for TCP alone: it needs a package more.
         from atoll.net.ltpflows import LtpTransport
 
-        settings, number = Settings(), next(self._numbers)
+        settings, number = LtpSettings(), next(self._numbers)
         wish = OpenLtp(
             number=number,
             version=LTP_VERSION,
@@ -266,7 +266,7 @@ class LinkTester:
         self.read_clock()
         lost = ""
         senders: dict[str, Sender] = {}
-        outcomes = {name: Outcome(name, "", self.values.nbytes) for name in self.test.transports}
+        outcomes = {name: TransportResult(name, "", self.values.nbytes) for name in self.test.transports}
         try:
             for name, outcome in outcomes.items():
                 try:
@@ -338,7 +338,7 @@ class _LateError(Exception):
 class _Turns:
     """One transport's turns."""
 
-    def __init__(self, tester: LinkTester, sender: Sender, outcome: Outcome) -> None:
+    def __init__(self, tester: LinkTester, sender: Sender, outcome: TransportResult) -> None:
         self._tester, self._sender, self.outcome = tester, sender, outcome
         self.slow = False  # the last one took very long
         self._made = 0

@@ -15,11 +15,11 @@ import numpy.typing as npt
 from atoll.core.errors import AtollError, PeerLostError, RunError, UserError
 from atoll.ltp.events import Arrived, Delivered, Lost, Opened, Refused, StripeChanged
 from atoll.ltp.order import Extent
-from atoll.ltp.settings import Settings
+from atoll.ltp.settings import LtpSettings
 from atoll.net.linkreport import Packets
 from atoll.net.linksession import LinkSession
 from atoll.net.ltplink import LtpLink
-from atoll.net.tcpflows import Told
+from atoll.net.tcpflows import FlowListener
 from atoll.wire.datagrams import payload_bytes
 from atoll.wire.linktest import SECRET_BYTES
 from atoll.wire.messages import FlowLost, LtpOpened, Taken
@@ -39,7 +39,9 @@ class LtpFlows:
     Raises UserError if it cannot listen.
     """
 
-    def __init__(self, host: str, port: int, told: Told, *, stripes: int = 1, sealed: bool = True) -> None:
+    def __init__(
+        self, host: str, port: int, told: FlowListener, *, stripes: int = 1, sealed: bool = True
+    ) -> None:
         self._told, self._sealed = told, sealed
         numbers = [port + stripe if port else 0 for stripe in range(stripes)]
         if numbers[-1] >= 2**16:
@@ -54,7 +56,7 @@ class LtpFlows:
     def open(self, number: int, elements: int, datagram_bytes: int) -> tuple[int, bytes, bool]:
         """Wait for a session; return its id, its secret, and whether its datagrams are sealed. Raises
         UserError for an impossible size of datagrams."""
-        secret, settings = secrets.token_bytes(SECRET_BYTES), Settings(datagram_bytes=datagram_bytes)
+        secret, settings = secrets.token_bytes(SECRET_BYTES), LtpSettings(datagram_bytes=datagram_bytes)
         session = self._link.open(
             secrets.randbits(32),
             secret,
@@ -143,7 +145,7 @@ class LtpTransport:
         high: float,
         reliable: bool,
         seed: int,
-        settings: Settings,
+        settings: LtpSettings,
         seconds: float,
         look: Callable[[], None],
     ) -> None:

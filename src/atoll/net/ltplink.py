@@ -25,8 +25,8 @@ from atoll.ltp.arriving import MOST_BYTES
 from atoll.ltp.events import Event
 from atoll.ltp.grants import Grants
 from atoll.ltp.order import Extent
-from atoll.ltp.session import Session
-from atoll.ltp.settings import Settings
+from atoll.ltp.session import LtpSession
+from atoll.ltp.settings import LtpSettings
 from atoll.net import context as process
 from atoll.net.linksession import CLOSE_SECONDS, LinkSession
 from atoll.net.packetfilter import MOST_STEPS, only_sessions
@@ -137,7 +137,7 @@ class LtpLink:
         addresses: Sequence[tuple[str, int]] | None,
         client: bool,
         *,
-        settings: Settings | None = None,
+        settings: LtpSettings | None = None,
         extents: Mapping[int, Extent] | None = None,
         stripes: int | None = None,
         seal: bool = True,
@@ -167,8 +167,8 @@ class LtpLink:
             paths = [self._reachable(*address) for address in addresses]
         shown = f"{self.name}, session {session}" + (f" with {shown_address(paths[0])}" if client else "")
         made = LinkSession(
-            Session(
-                settings or Settings(),
+            LtpSession(
+                settings or LtpSettings(),
                 session=session,
                 client=client,
                 stripes=count,

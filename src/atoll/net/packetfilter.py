@@ -14,7 +14,7 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import TypeAlias
 
-Step: TypeAlias = tuple[int, int, int, int]  # operation, steps to skip if true, if false, operand
+Instruction: TypeAlias = tuple[int, int, int, int]  # operation, steps to skip if true, if false, operand
 
 MOST_STEPS = 4096  # of a program: the kernel's bound
 SAMPLE = 64  # of a known session's datagrams from an unknown address, one in so many is let through
@@ -32,7 +32,7 @@ _TCP_LENGTH, _TCP_FLAGS, _SYN_OR_RST = 12, 13, 0x06
 _SIGNATURE_BYTES, _SIGNATURE_BEGIN = 10, 0xFF000000
 
 
-def attach(link: socket.socket, steps: Sequence[Step]) -> bool:
+def attach(link: socket.socket, steps: Sequence[Instruction]) -> bool:
     """Have the kernel run a program in place of the one before; return False if it cannot."""
     if sys.platform != "linux" or len(steps) > MOST_STEPS:
         return False
@@ -54,7 +54,7 @@ def detach(link: socket.socket) -> None:
         return
 
 
-def only_greetings() -> list[Step]:
+def only_greetings() -> list[Instruction]:
     """Return a program for a listening socket, with TCP_DEFER_ACCEPT: only clients that begin like libzmq are
     accepted.
 
@@ -88,7 +88,7 @@ def only_sessions(
     new: Collection[bytes],
     known: Collection[bytes] = (),
     sources: Collection[tuple[str, int]] = (),
-) -> list[Step]:
+) -> list[Instruction]:
     """For a UDP socket: only datagrams of these sessions are taken.
 
     Args:
@@ -118,7 +118,7 @@ def only_sessions(
     return [*steps, (_LOAD_WORD, 0, 0, _RANDOM), (_AND, 0, 0, SAMPLE - 1), (_EQUALS, 0, 1, 0), _TAKE, _DROP]
 
 
-def _from(host: str, port: int) -> list[Step]:
+def _from(host: str, port: int) -> list[Instruction]:
     """Return steps that take packets from this host and port. For an IPv6 address only the last 4 bytes
     are checked."""
     address = ipaddress.ip_address(host.partition("%")[0])

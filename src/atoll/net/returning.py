@@ -18,7 +18,7 @@ import numpy
 from atoll.core.config import LinkOptions
 from atoll.core.errors import PeerLostError
 from atoll.core.events import LinkFigures
-from atoll.ltp.settings import Settings
+from atoll.ltp.settings import LtpSettings
 from atoll.net.endpoint import Client, Endpoint
 from atoll.net.keys import Keys
 from atoll.net.tunnel import Lossy, TunnelClient, Wish
@@ -310,8 +310,8 @@ def elements_in_block(link: LinkOptions, dtype: str) -> int:
     return block_elements(dtype, _settings_of(link))
 
 
-def _settings_of(link: LinkOptions) -> Settings:
-    return Settings(
+def _settings_of(link: LinkOptions) -> LtpSettings:
+    return LtpSettings(
         usable=link.usable,
         fill=link.fill,
         fill_above=link.fill_above,

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 import zmq
 
 from atoll.core.descriptors import Reserve, raise_descriptor_limit
-from atoll.net.packetfilter import Step, attach, detach, only_greetings
+from atoll.net.packetfilter import Instruction, attach, detach, only_greetings
 
 EVENTS = (
     zmq.EVENT_LISTENING
@@ -370,7 +370,7 @@ class _Screen:
         report, self._report = self._report, ""
         return report
 
-    def _set(self, steps: Sequence[Step] | None) -> bool:
+    def _set(self, steps: Sequence[Instruction] | None) -> bool:
         """Have the kernel run this program at the port, or none; return whether it does."""
         with self._hand.at(self._listener) as link:
             if link is None or _name_of(link.getsockname)[1] != self._port:

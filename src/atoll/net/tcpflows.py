@@ -26,7 +26,7 @@ from atoll.core.errors import PeerLostError, UserError
 from atoll.wire.linktest import TOKEN_BYTES
 from atoll.wire.messages import FlowLost, Taken
 
-Told: TypeAlias = Callable[[Taken | FlowLost], None]
+FlowListener: TypeAlias = Callable[[Taken | FlowLost], None]
 
 GREETING_SECONDS = 10.0  # for a connection to send its token
 SILENCE_SECONDS = 300.0  # in the middle of a transfer, after which its sender is given up
@@ -69,7 +69,7 @@ class TcpFlows:
     Raises UserError if it cannot listen.
     """
 
-    def __init__(self, host: str, port: int, told: Told) -> None:
+    def __init__(self, host: str, port: int, told: FlowListener) -> None:
         self._told = told
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:

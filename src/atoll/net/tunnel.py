@@ -18,7 +18,7 @@ from atoll.core.errors import AtollError, RunError, UserError
 from atoll.core.events import LinkFigures
 from atoll.ltp.arriving import MOST_BYTES
 from atoll.ltp.events import Event
-from atoll.ltp.settings import Settings
+from atoll.ltp.settings import LtpSettings
 from atoll.net import context as process
 from atoll.net.endpoint import (
     CLIENT_OUTGOING,
@@ -38,7 +38,7 @@ from atoll.net.keys import Keys
 from atoll.net.linksession import LinkSession
 from atoll.net.ltplink import LtpLink
 from atoll.net.tunnelend import IDLE_SECONDS, Mailbox, TunnelEnd, block_elements, check_lossy
-from atoll.net.tunnelorder import WINDOW_BYTES, Lossy, Message
+from atoll.net.tunnelorder import WINDOW_BYTES, Lossy, TunnelMessage
 from atoll.wire.datagrams import LTP_VERSION
 from atoll.wire.linktest import SECRET_BYTES
 from atoll.wire.messages import (
@@ -69,7 +69,7 @@ class Wish:
 
     who: str
     site: str = ""
-    settings: Settings = field(default_factory=lambda: Settings(idle_seconds=IDLE_SECONDS))
+    settings: LtpSettings = field(default_factory=lambda: LtpSettings(idle_seconds=IDLE_SECONDS))
     stripes: int = 1
 
 
@@ -83,7 +83,7 @@ class TunnelClient(Client):
     def __init__(
         self, address: str, keys: Keys | None, *, limit: int, name: str, wish: Wish | None = None
     ) -> None:
-        self._mail: Mailbox[Message] = Mailbox()
+        self._mail: Mailbox[TunnelMessage] = Mailbox()
         self._tunnel = TunnelEnd(limit, self._mail.add, self._fail)
         self._wish = wish or Wish(who="a client")
         self._link: LtpLink | None = None
@@ -286,7 +286,7 @@ class TunnelServer(Server):
     ) -> None:
         self._link_rate, self._udp_port = link_rate, udp_port
         self._link: LtpLink | None = None
-        self._mail: Mailbox[tuple[_Tunnel, Message]] = Mailbox()
+        self._mail: Mailbox[tuple[_Tunnel, TunnelMessage]] = Mailbox()
         try:
             super().__init__(address, keys, limit=limit, name=name)
         except BaseException:
@@ -373,7 +373,7 @@ class TunnelServer(Server):
                 )
             if len(self._tunnels) >= MOST_TUNNELS:
                 raise UserError(f"it has {MOST_TUNNELS} tunnels, which is the most")
-            settings = Settings(
+            settings = LtpSettings(
                 datagram_bytes=wish.datagram_bytes,
                 fill=wish.fill,  # type: ignore[arg-type]  # which it checks
                 fill_above=wish.fill_above,
@@ -402,7 +402,7 @@ class TunnelServer(Server):
         except UserError as error:
             raise UserError(f"{self.name}: {error}") from None
 
-    def _open_session(self, link: LtpLink, peer: bytes, wish: OpenLink, settings: Settings) -> LinkOpened:
+    def _open_session(self, link: LtpLink, peer: bytes, wish: OpenLink, settings: LtpSettings) -> LinkOpened:
         ports = [port for _, port in link.addresses][: wish.stripes]
         secret, session = secrets.token_bytes(SECRET_BYTES), secrets.randbits(32)
 
@@ -475,9 +475,9 @@ class TunnelServer(Server):
         super()._end(linger)
 
 
-def _message(endpoint: Endpoint, header: bytes, payload: Buffer | None, limit: int) -> Message:
+def _message(endpoint: Endpoint, header: bytes, payload: Buffer | None, limit: int) -> TunnelMessage:
     check_size(endpoint, header, payload, limit)
-    return Message(header, memoryview(flat(payload)) if payload is not None else None)
+    return TunnelMessage(header, memoryview(flat(payload)) if payload is not None else None)
 
 
 def _most_bytes(limit: int) -> int:

@@ -20,9 +20,9 @@ import numpy.typing as npt
 from atoll.core.errors import AtollError, RunError, UserError
 from atoll.core.events import LinkFigures
 from atoll.ltp.events import Arrived, Delivered, Event, Lost, Opened, Refused
-from atoll.ltp.settings import Settings
+from atoll.ltp.settings import LtpSettings
 from atoll.net.linksession import LinkSession
-from atoll.net.tunnelorder import Inbox, Lossy, Message, Outbox
+from atoll.net.tunnelorder import Inbox, Lossy, Outbox, TunnelMessage
 from atoll.wire.base import WireError
 from atoll.wire.datagrams import payload_bytes
 from atoll.wire.messages import LostBlocks
@@ -36,7 +36,7 @@ _WIRE_DTYPES = {"float32": "f4", "float64": "f8", "float16": "f2", "bfloat16": "
 T = TypeVar("T")
 
 
-def block_elements(dtype: str, settings: Settings) -> int:
+def block_elements(dtype: str, settings: LtpSettings) -> int:
     """Return the number of elements in a block of a lossy payload."""
     return payload_bytes(settings.datagram_bytes) // _dtype_of(dtype).itemsize
 
@@ -96,7 +96,7 @@ class TunnelEnd:
     def __init__(
         self,
         limit: int,
-        came: Callable[[list[Message]], None],
+        came: Callable[[list[TunnelMessage]], None],
         over: Callable[[str], None] = lambda _reason: None,
     ) -> None:
         self.opened = False  # the other end was heard
@@ -117,7 +117,7 @@ class TunnelEnd:
             self.session = open_session(self.handle_events)
             self._send()
 
-    def say(self, message: Message) -> None:
+    def say(self, message: TunnelMessage) -> None:
         """Send, never waiting; once the session is over, do nothing."""
         with self._condition:
             if not self.lost:
@@ -129,7 +129,7 @@ class TunnelEnd:
         """Number of messages that the session does not have yet."""
         return self._outbox.waiting
 
-    def taken(self, message: Message) -> None:
+    def taken(self, message: TunnelMessage) -> None:
         """Note that the application has taken this message, the next one."""
         with self._condition:
             self._inbox.handle_taken(message)
@@ -250,7 +250,7 @@ class TunnelEnd:
                 raise
             # Its last event says why.
 
-    def _send_batch(self, session: LinkSession, first: int, messages: Sequence[Message]) -> None:
+    def _send_batch(self, session: LinkSession, first: int, messages: Sequence[TunnelMessage]) -> None:
         batch = np.frombuffer(encode_batch(self._inbox.batch(first, messages)), dtype=np.uint8)
         self._underway[session.send(BATCHES, 0, batch, reliable=True)] = False
         for number, message in enumerate(messages, first):
@@ -258,7 +258,7 @@ class TunnelEnd:
             if message.apart:
                 self._send_payload(session, number, message)
 
-    def _send_payload(self, session: LinkSession, number: int, message: Message) -> None:
+    def _send_payload(self, session: LinkSession, number: int, message: TunnelMessage) -> None:
         assert message.payload is not None
         lossy = message.lossy
         if lossy is None:
@@ -276,7 +276,7 @@ class TunnelEnd:
         self._condition.notify_all()
 
 
-def check_lossy(lossy: Lossy, payload: memoryview, settings: Settings) -> None:
+def check_lossy(lossy: Lossy, payload: memoryview, settings: LtpSettings) -> None:
     """Raise UserError for a payload that cannot be sent so."""
     itemsize = _dtype_of(lossy.dtype).itemsize
     if not 0 <= lossy.chunk < PAYLOADS:

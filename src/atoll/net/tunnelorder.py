@@ -19,7 +19,7 @@ import numpy.typing as npt
 from atoll.core.errors import RunError
 from atoll.wire.base import HEADER_BYTES, WireError
 from atoll.wire.messages import LostBlocks
-from atoll.wire.tunnel import BATCH_BYTES, MOST_MESSAGES, WINDOW_MESSAGES, Batch, Entry
+from atoll.wire.tunnel import BATCH_BYTES, MOST_MESSAGES, WINDOW_MESSAGES, Batch, TunnelEntry
 
 WINDOW_BYTES = 2**27  # headers and payloads that the other end has not taken; one message may exceed it
 INLINE_BYTES = 2**14  # up to which a payload is copied into the batch, which is reliable
@@ -39,7 +39,7 @@ class Lossy:
 
 
 @dataclass(frozen=True)
-class Message:
+class TunnelMessage:
     """One message. `lost`: the missing blocks of a payload that came lossy."""
 
     header: bytes
@@ -63,11 +63,11 @@ class Outbox:
 
     def __init__(self) -> None:
         self.next = 0  # the number of the next message
-        self._waiting: deque[Message] = deque()
+        self._waiting: deque[TunnelMessage] = deque()
         self._untaken: deque[int] = deque()  # bytes of each
         self._untaken_bytes = 0
 
-    def put(self, message: Message) -> None:
+    def put(self, message: TunnelMessage) -> None:
         self._waiting.append(message)
 
     @property
@@ -84,12 +84,12 @@ class Outbox:
         """True if a message may go."""
         return bool(self._waiting) and self._open
 
-    def take(self, transfers: int) -> tuple[int, list[Message]]:
+    def take(self, transfers: int) -> tuple[int, list[TunnelMessage]]:
         """Return the number of the next batch's first message, and the batch's messages, whose payloads
         need at most so many transfers (one message may need more). Raises RunError when the numbers have
         run out."""
         first, size, apart = self.next, 0, 0
-        batch: list[Message] = []
+        batch: list[TunnelMessage] = []
         while self.ready:
             message = self._waiting[0]
             size += len(message.header) if message.apart else message.bytes
@@ -119,7 +119,7 @@ class Inbox:
         self.taken = 0  # messages that the application has taken
         self._limit = limit
         self._next = 0  # the number of the message that is handed out next
-        self._entries: dict[int, Entry] = {}
+        self._entries: dict[int, TunnelEntry] = {}
         self._payloads: dict[int, tuple[memoryview, LostBlocks | None]] = {}
         self._held = 0  # bytes received and not taken
         self._told = self._untold_bytes = 0
@@ -155,7 +155,7 @@ class Inbox:
                 f"{self._held} bytes are not taken, where {WINDOW_BYTES} and a message are the most"
             )
 
-    def in_order(self) -> list[Message]:
+    def in_order(self) -> list[TunnelMessage]:
         """Return the messages whose turn has come."""
         ready = []
         while (entry := self._entries.get(self._next)) is not None:
@@ -173,10 +173,10 @@ class Inbox:
                 raise WireError(f"message {self._next}: a payload, where none was said")
             del self._entries[self._next]
             self._next += 1
-            ready.append(Message(entry.header, payload, lost=lost))
+            ready.append(TunnelMessage(entry.header, payload, lost=lost))
         return ready
 
-    def handle_taken(self, message: Message) -> None:
+    def handle_taken(self, message: TunnelMessage) -> None:
         """Note that the application has taken the next message."""
         self.taken += 1
         self._held -= message.bytes
@@ -188,14 +188,14 @@ class Inbox:
         many = self.taken - self._told >= WINDOW_MESSAGES * TOLD_SHARE
         return many or self._untold_bytes >= WINDOW_BYTES * TOLD_SHARE
 
-    def batch(self, first: int, messages: Sequence[Message]) -> Batch:
+    def batch(self, first: int, messages: Sequence[TunnelMessage]) -> Batch:
         """Return a batch of these messages, which also reports what was taken."""
         self._told, self._untold_bytes = self.taken, 0
         return Batch(first=first, taken=self.taken, entries=[_entry_of(message) for message in messages])
 
 
-def _entry_of(message: Message) -> Entry:
+def _entry_of(message: TunnelMessage) -> TunnelEntry:
     if message.apart:
         assert message.payload is not None
-        return Entry(message.header, apart=True, size=message.payload.nbytes)
-    return Entry(message.header, bytes(message.payload) if message.payload is not None else None)
+        return TunnelEntry(message.header, apart=True, size=message.payload.nbytes)
+    return TunnelEntry(message.header, bytes(message.payload) if message.payload is not None else None)

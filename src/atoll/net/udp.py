@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from atoll.core.errors import RunError, UserError
 from atoll.net import context as process
-from atoll.net.packetfilter import Step, attach
+from atoll.net.packetfilter import Instruction, attach
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Address: TypeAlias = tuple[Any, ...]  # (host, port), of IPv6 with flow and scope: as the socket module has it
@@ -210,7 +210,7 @@ class UdpPort:
         self.count.received += sum(run.rows for run in runs)
         return [run.received(self._arena) for run in runs]
 
-    def take_only(self, steps: Sequence[Step]) -> bool:
+    def take_only(self, steps: Sequence[Instruction]) -> bool:
         """Have the kernel drop packets that a program of `atoll.net.packetfilter` refuses, in place of the
         program before; return whether it does. The program sees only the beginning of a joined burst.
         `count.dropped` counts its drops."""

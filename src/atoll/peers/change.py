@@ -16,7 +16,7 @@ a majority of the view's members is known to hold (d, t).
     majority that promised have a member in common, which therefore reported (d, t). (In a view of two both
     members must hold it, and one of them is in any majority of voters.) So the highest that any promise
     reports is at least all that was or ever will be applied in the old view, and that is where the next view
-    begins (`Member.held`): it is the cut of whom it removes.
+    begins (`ViewMember.held`): it is the cut of whom it removes.
  2. That is written in the view, and those after it begin no lower: a cut, once decided, never falls.
  3. A voter accepts the next view only when it holds all that this one begins with (`wanted`), so that this
     does not go with the proposer; and a member does not promise, propose or accept before it holds all that
@@ -38,7 +38,16 @@ import math
 import numpy as np
 
 from atoll.peers.proposing import Proposer, Rounds, Saying, Wishes
-from atoll.peers.views import Acceptor, Fetch, Settings, Step, Wish, lacking, lacking_of, voters
+from atoll.peers.views import (
+    Acceptor,
+    Fetch,
+    Transition,
+    ViewChangeSettings,
+    Wish,
+    lacking,
+    lacking_of,
+    voters,
+)
 from atoll.wire.peerviews import (
     Accept,
     Accepted,
@@ -63,7 +72,7 @@ class Change:
     lists what to fetch; call `poll` when some of it has arrived. `deadline` is when to poll next.
     """
 
-    def __init__(self, me: int, view: View, settings: Settings, rng: np.random.Generator) -> None:
+    def __init__(self, me: int, view: View, settings: ViewChangeSettings, rng: np.random.Generator) -> None:
         self.view, self.settings = view, settings
         self.promised = self.ready = False
         self.has_state = True
@@ -79,7 +88,7 @@ class Change:
 
     # -- input --------------------------------------------------------------------------------------------
 
-    def handle_wish(self, now: float, wish: Wish, report: Report) -> Step:
+    def handle_wish(self, now: float, wish: Wish, report: Report) -> Transition:
         """Replace this member's wish for the next view."""
         self._wishes.wish = wish
         if not self.promised and not self._wishes.is_any:
@@ -88,7 +97,7 @@ class Change:
             self._rounds.attempt_at = now + self.settings.backoff * float(self._rng.random())
         return self._step(now, report)
 
-    def handle_message(self, now: float, sender: int, message: ViewMessage, report: Report) -> Step:
+    def handle_message(self, now: float, sender: int, message: ViewMessage, report: Report) -> Transition:
         """Handle another voter's message. A message of a newer view is not answered: that view becomes
         `decided`, and the sender tries again."""
         if isinstance(message, ViewDecided):
@@ -105,7 +114,7 @@ class Change:
         if sender in self._voters:
             self._rounds.note(ballot)
 
-    def poll(self, now: float, report: Report) -> Step:
+    def poll(self, now: float, report: Report) -> Transition:
         """Go on: time has passed, or this node holds more."""
         return self._step(now, report)
 
@@ -156,7 +165,7 @@ class Change:
 
     # -- both ---------------------------------------------------------------------------------------------
 
-    def _step(self, now: float, report: Report) -> Step:
+    def _step(self, now: float, report: Report) -> Transition:
         if self._saying.decided is None:
             self._is_ready(report)
             self._accept(report)

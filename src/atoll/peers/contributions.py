@@ -8,8 +8,8 @@ import math
 from atoll.peers.ledger import Ledger
 from atoll.peers.outbox import Outbox
 from atoll.peers.outputs import Drop
-from atoll.peers.settings import Settings
-from atoll.peers.standing import Due, Standing, name_of
+from atoll.peers.settings import NodeSettings
+from atoll.peers.standing import Due, NodeStanding, name_of
 from atoll.peers.views import Fetch
 from atoll.wire.base import MOST_AHEAD
 from atoll.wire.peers import Key
@@ -25,7 +25,7 @@ class Contributions:
     promised a change; None: all that it holds. `has_met`: this node has been in a meeting of its own.
     """
 
-    def __init__(self, standing: Standing, settings: Settings, out: Outbox, due: Due) -> None:
+    def __init__(self, standing: NodeStanding, settings: NodeSettings, out: Outbox, due: Due) -> None:
         self.iterations = Ledger("iterations", standing.iteration)
         self.meetings = Ledger("meetings")
         self.wanted: tuple[Fetch, ...] = ()

@@ -7,8 +7,8 @@ import math
 from atoll.peers.contributions import Contributions
 from atoll.peers.outbox import Outbox
 from atoll.peers.outputs import Drop, SendPart
-from atoll.peers.settings import Settings
-from atoll.peers.standing import Standing
+from atoll.peers.settings import NodeSettings
+from atoll.peers.standing import NodeStanding
 from atoll.wire.peers import Key
 from atoll.wire.peerviews import Life
 
@@ -17,7 +17,7 @@ class Delivery:
     """Sends the node's own contributions to every member that has room for them."""
 
     def __init__(
-        self, standing: Standing, contributions: Contributions, settings: Settings, out: Outbox
+        self, standing: NodeStanding, contributions: Contributions, settings: NodeSettings, out: Outbox
     ) -> None:
         self._standing, self._contributions, self._settings = standing, contributions, settings
         self._out = out

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from atoll.peers.contributions import Contributions
 from atoll.peers.outbox import Outbox
 from atoll.peers.outputs import FetchState
-from atoll.peers.settings import Settings
-from atoll.peers.standing import Standing
+from atoll.peers.settings import NodeSettings
+from atoll.peers.standing import NodeStanding
 from atoll.wire.peers import AskJoin, JoinOver, NodeReport, PeerMessage
-from atoll.wire.peerviews import Accept, Life, Member, Prepare, View, ViewDecided
+from atoll.wire.peerviews import Accept, Life, Prepare, View, ViewDecided, ViewMember
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Entrance:
 
     def __init__(
         self,
-        standing: Standing,
+        standing: NodeStanding,
         contributions: Contributions,
-        settings: Settings,
+        settings: NodeSettings,
         out: Outbox,
         now: float,
         asking: Asking | None,
@@ -90,7 +90,7 @@ class Entrance:
         if self._known is not None and number < self._known.number:
             self._out.send(sender, ViewDecided(view=self._known))
 
-    def entry(self, view: View) -> Member | None:
+    def entry(self, view: View) -> ViewMember | None:
         """Return this joiner's entry in `view`, or None."""
         if self._asking is None:
             return None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from atoll.peers.outbox import Outbox
-from atoll.peers.settings import Settings
-from atoll.peers.standing import Standing
+from atoll.peers.settings import NodeSettings
+from atoll.peers.standing import NodeStanding
 from atoll.peers.views import Joiner
 from atoll.wire.peers import AskJoin, JoinOver
 from atoll.wire.peerviews import ViewDecided
@@ -13,7 +13,7 @@ from atoll.wire.peerviews import ViewDecided
 class Joiners:
     """The nodes that ask to be in the next view, each until it stops asking."""
 
-    def __init__(self, standing: Standing, settings: Settings, out: Outbox) -> None:
+    def __init__(self, standing: NodeStanding, settings: NodeSettings, out: Outbox) -> None:
         self._standing, self._settings, self._out = standing, settings, out
         self._joiners: dict[int, tuple[Joiner, float]] = {}  # by node, and when it last asked
         self._known: set[str] = set()  # tokens of all that were let in

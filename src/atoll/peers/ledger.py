@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 
 from atoll.wire.peers import Key, Stream
-from atoll.wire.peerviews import Life, Member, View
+from atoll.wire.peerviews import Life, View, ViewMember
 
 MOST_MISSING = 1024  # numbers of a contributor that are requested at a time
 
@@ -57,11 +57,11 @@ class Ledger:
         self.floors = {life: max(self.floors.get(life, 0), bases[life]) for life in self.members}
         return list(self._beyond_cuts())
 
-    def _start(self, entry: Member) -> int:
+    def _start(self, entry: ViewMember) -> int:
         """Return where the view begins with a contributor; for a removed one this is its cut."""
         return entry.held if self.stream == "iterations" else entry.meetings
 
-    def _beginning(self, entry: Member, base: int | None) -> int:
+    def _beginning(self, entry: ViewMember, base: int | None) -> int:
         """Return what counts as held of a contributor that was not known before."""
         if self.stream == "meetings":
             return entry.meetings if base is not None or entry.token else 0

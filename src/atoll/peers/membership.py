@@ -13,12 +13,11 @@ from atoll.peers.contributions import Contributions
 from atoll.peers.entrance import Entrance
 from atoll.peers.outbox import Outbox
 from atoll.peers.outputs import Removed, ViewChanged
-from atoll.peers.settings import Settings
-from atoll.peers.standing import Due, Standing, name_of
+from atoll.peers.settings import NodeSettings
+from atoll.peers.standing import Due, NodeStanding, name_of
 from atoll.peers.suspicion import Suspicion
 from atoll.peers.synchronise import Synchronisation
-from atoll.peers.views import Settings as Waits
-from atoll.peers.views import Step
+from atoll.peers.views import Transition, ViewChangeSettings
 from atoll.wire.peers import WITNESS
 from atoll.wire.peerviews import Accept, Prepare, Promised, Report, View, ViewMessage
 
@@ -34,13 +33,13 @@ class Membership:
 
     def __init__(
         self,
-        standing: Standing,
+        standing: NodeStanding,
         contributions: Contributions,
         entrance: Entrance,
         suspicion: Suspicion,
         sync: Synchronisation,
         parts: Sequence[OfView],
-        settings: Settings,
+        settings: NodeSettings,
         rng: np.random.Generator,
         out: Outbox,
         due: Due,
@@ -121,7 +120,7 @@ class Membership:
         self._change.has_state = self._entrance.has_state
         self._after(now, report, self._change.handle_wish(now, wish, report))
 
-    def _after(self, now: float, report: Report, step: Step) -> None:
+    def _after(self, now: float, report: Report, step: Transition) -> None:
         change, contributions = self._change, self._contributions
         assert change is not None
         if change.promised:
@@ -174,7 +173,9 @@ class Membership:
         at = self._standing
         at.view, at.is_member = view, True
         self._contributions.install(view, base)
-        waits = Waits(self._sync.answer.seconds, self._sync.backoff.seconds, self._settings.stale_max + 1)
+        waits = ViewChangeSettings(
+            self._sync.answer.seconds, self._sync.backoff.seconds, self._settings.stale_max + 1
+        )
         self._change = Change(at.life.node, view, waits, self._rng)
         for part in self._parts:
             part.install(now)

@@ -20,11 +20,11 @@ from atoll.peers.progress import Progress
 from atoll.peers.reporting import Reporting
 from atoll.peers.requests import Requests
 from atoll.peers.scripts import Scripts
-from atoll.peers.settings import Settings
-from atoll.peers.standing import Due, Standing, name_of
+from atoll.peers.settings import NodeSettings
+from atoll.peers.standing import Due, NodeStanding, name_of
 from atoll.peers.suspicion import Suspicion
 from atoll.peers.synchronise import Synchronisation
-from atoll.peers.waits import Waits
+from atoll.peers.waits import NodeWaits
 from atoll.peers.watch import Judge, Watch, unseen
 from atoll.wire.peers import (
     AbortRound,
@@ -60,7 +60,7 @@ class Node:
         self,
         life: Life,
         view: View,
-        settings: Settings,
+        settings: NodeSettings,
         rng: np.random.Generator,
         now: float,
         asking: Asking | None = None,
@@ -76,7 +76,7 @@ class Node:
         if asking is None and entry is None:
             raise ValueError(f"{name_of(life)} is not in view {view.number}")
         self.settings = settings
-        at = self._at = Standing(life, iteration=0 if entry is None else entry.first)
+        at = self._at = NodeStanding(life, iteration=0 if entry is None else entry.first)
         out = self._out = Outbox()
         due = self._due = Due()
         held = self._held = Contributions(at, settings, out, due)
@@ -94,7 +94,7 @@ class Node:
             at, held, self._script, self._scripts, self.watch, settings, out, due, now
         )
         self.sync = Synchronisation(life.node, settings, rng, held, out)
-        self.waits = Waits(at, held, self._script, self._suspicion, self._entrance)
+        self.waits = NodeWaits(at, held, self._script, self._suspicion, self._entrance)
         parts = (
             self._suspicion,
             self._dropping,
@@ -116,7 +116,7 @@ class Node:
         token: str,
         address: str,
         contacts: list[int],
-        settings: Settings,
+        settings: NodeSettings,
         rng: np.random.Generator,
         now: float,
         known: View | None = None,

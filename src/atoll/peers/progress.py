@@ -8,7 +8,7 @@ from atoll.peers.contributions import Contributions
 from atoll.peers.outbox import Outbox
 from atoll.peers.outputs import Apply, Grant, Meet
 from atoll.peers.ownscript import OwnScript
-from atoll.peers.standing import Due, Standing
+from atoll.peers.standing import Due, NodeStanding
 
 
 class Progress:
@@ -17,7 +17,7 @@ class Progress:
 
     def __init__(
         self,
-        standing: Standing,
+        standing: NodeStanding,
         contributions: Contributions,
         script: OwnScript,
         out: Outbox,

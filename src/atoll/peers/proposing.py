@@ -10,8 +10,8 @@ import numpy as np
 
 from atoll.peers.views import (
     Acceptor,
-    Settings,
-    Step,
+    Transition,
+    ViewChangeSettings,
     Wish,
     describe,
     lacking_of,
@@ -63,8 +63,8 @@ class Saying:
         """Add the reason of a decision."""
         self._reasons.append(line)
 
-    def take(self) -> Step:
-        step = Step(tuple(self._sends), self.decided, tuple(self._reasons))
+    def take(self) -> Transition:
+        step = Transition(tuple(self._sends), self.decided, tuple(self._reasons))
         self._sends, self._reasons = [], []
         return step
 
@@ -146,7 +146,7 @@ class Proposer:
         self,
         me: int,
         view: View,
-        settings: Settings,
+        settings: ViewChangeSettings,
         rng: np.random.Generator,
         acceptor: Acceptor,
         rounds: Rounds,

@@ -9,8 +9,8 @@ from atoll.peers.outbox import Outbox
 from atoll.peers.outputs import Differ, Finished
 from atoll.peers.ownscript import OwnScript
 from atoll.peers.scripts import Scripts
-from atoll.peers.settings import Settings
-from atoll.peers.standing import Due, Standing, name_of
+from atoll.peers.settings import NodeSettings
+from atoll.peers.standing import Due, NodeStanding, name_of
 from atoll.peers.watch import Watch
 from atoll.wire.peers import NodeReport, ScriptsDiffer
 from atoll.wire.peerviews import Life, Report, ViewDecided
@@ -22,12 +22,12 @@ class Reporting:
 
     def __init__(
         self,
-        standing: Standing,
+        standing: NodeStanding,
         contributions: Contributions,
         script: OwnScript,
         scripts: Scripts,
         watch: Watch,
-        settings: Settings,
+        settings: NodeSettings,
         out: Outbox,
         due: Due,
         now: float,

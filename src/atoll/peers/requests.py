@@ -7,7 +7,7 @@ from atoll.peers.entrance import Entrance
 from atoll.peers.fetching import Fetching
 from atoll.peers.ledger import MOST_MISSING
 from atoll.peers.outbox import Outbox
-from atoll.peers.standing import Due, Standing, name_of
+from atoll.peers.standing import Due, NodeStanding, name_of
 from atoll.wire.peers import FetchParts, Key
 
 
@@ -16,7 +16,7 @@ class Requests:
 
     def __init__(
         self,
-        standing: Standing,
+        standing: NodeStanding,
         contributions: Contributions,
         entrance: Entrance,
         fetching: Fetching,

@@ -8,7 +8,7 @@ from atoll.core.errors import UserError
 
 
 @dataclass(frozen=True)
-class Settings:
+class NodeSettings:
     """Settings of a node; equal at all nodes, but for the limits. Raises UserError for values out of range.
 
     `stale_max`: the most iterations that a node may compute ahead of the global iteration of its parameters.

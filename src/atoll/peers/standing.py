@@ -11,7 +11,7 @@ NOBODY = View(0, 0, ())
 
 
 @dataclass
-class Standing:
+class NodeStanding:
     """A node's position in its run, shared by all of its parts.
 
     Attributes:

@@ -9,7 +9,7 @@ from atoll.peers.joiners import Joiners
 from atoll.peers.ownscript import OwnScript
 from atoll.peers.progress import Progress
 from atoll.peers.scripts import Scripts
-from atoll.peers.standing import Due, Standing
+from atoll.peers.standing import Due, NodeStanding
 from atoll.peers.views import Wish
 from atoll.peers.watch import Watch
 from atoll.wire.peerviews import Life
@@ -22,7 +22,7 @@ class Suspicion:
 
     def __init__(
         self,
-        standing: Standing,
+        standing: NodeStanding,
         contributions: Contributions,
         script: OwnScript,
         scripts: Scripts,

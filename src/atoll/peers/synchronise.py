@@ -8,7 +8,7 @@ from atoll.peers.contributions import Contributions
 from atoll.peers.outbox import Outbox
 from atoll.peers.pace import Limit
 from atoll.peers.rounds import Event, Rounds
-from atoll.peers.settings import Settings
+from atoll.peers.settings import NodeSettings
 from atoll.wire.messages import Message
 from atoll.wire.peers import AbortRound, AnswerRound, AskRound, EndRound, RefuseRound, RoundId
 
@@ -20,7 +20,7 @@ class Synchronisation:
     def __init__(
         self,
         node: int,
-        settings: Settings,
+        settings: NodeSettings,
         rng: np.random.Generator,
         contributions: Contributions,
         out: Outbox,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from atoll.wire.peers import WITNESS
-from atoll.wire.peerviews import Ballot, Held, Life, Member, Promised, Report, View, ViewMessage
+from atoll.wire.peerviews import Ballot, Held, Life, Promised, Report, View, ViewMember, ViewMessage
 
 _NONE = Ballot(0, 0)  # below every proposer's ballot
 
@@ -32,7 +32,7 @@ class Wish:
 
 
 @dataclass
-class Settings:
+class ViewChangeSettings:
     """Settings of a change of the view.
 
     Voters answer within `answer` seconds, and a proposer stands back for `backoff` seconds before it begins
@@ -55,7 +55,7 @@ class Fetch:
 
 
 @dataclass(frozen=True)
-class Step:
+class Transition:
     """The messages to send, each with its node (WITNESS: the hub); the view that follows, if known now;
     and the decisions made here, in words."""
 
@@ -96,7 +96,7 @@ class Acceptor:
         )
 
 
-def first_view(founding: int, members: Iterable[Member]) -> View:
+def first_view(founding: int, members: Iterable[ViewMember]) -> View:
     """Return the view that a run begins with: number 1, all members from their first iterations on."""
     ordered = tuple(sorted(members, key=lambda member: member.life))
     return View(founding, 1, ordered, last={member.life.node: member.life.incarnation for member in ordered})
@@ -135,7 +135,7 @@ def next_view(view: View, wish: Wish, reports: Sequence[Report], ahead: int) -> 
     last = dict(view.last)
     for node, joiner in sorted(joiners.items()):
         last[node] = last.get(node, -1) + 1
-        newcomer = Member(
+        newcomer = ViewMember(
             Life(node, last[node]),
             first=highest + ahead,
             held=highest + ahead,
@@ -183,11 +183,11 @@ def _top(reports: Iterable[Report]) -> dict[Life, Held]:
     return top
 
 
-def _with_top(member: Member, top: Mapping[Life, Held]) -> Member:
+def _with_top(member: ViewMember, top: Mapping[Life, Held]) -> ViewMember:
     held = top.get(member.life)
     if held is None:
         return member
-    return Member(
+    return ViewMember(
         member.life,
         member.first,
         max(member.held, held.iterations),
@@ -198,7 +198,7 @@ def _with_top(member: Member, top: Mapping[Life, Held]) -> Member:
     )
 
 
-def _is_done(removed: Member, staying: Sequence[Member], reports: Sequence[Report]) -> bool:
+def _is_done(removed: ViewMember, staying: Sequence[ViewMember], reports: Sequence[Report]) -> bool:
     """True if all who stay report to have applied all of a removed member's contributions that count."""
     applied = {report.life: report for report in reports}
     return all(
@@ -209,7 +209,7 @@ def _is_done(removed: Member, staying: Sequence[Member], reports: Sequence[Repor
     )
 
 
-def lacking(report: Report, entries: Iterable[Member]) -> list[Held]:
+def lacking(report: Report, entries: Iterable[ViewMember]) -> list[Held]:
     holds = {held.life: held for held in report.held}
     found = []
     for entry in entries:

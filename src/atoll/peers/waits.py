@@ -5,16 +5,16 @@ from __future__ import annotations
 from atoll.peers.contributions import Contributions
 from atoll.peers.entrance import Entrance
 from atoll.peers.ownscript import OwnScript
-from atoll.peers.standing import Standing, name_of
+from atoll.peers.standing import NodeStanding, name_of
 from atoll.peers.suspicion import Suspicion
 
 
-class Waits:
+class NodeWaits:
     """The nodes and events that a node waits for, and whether enough members are left to end the wait."""
 
     def __init__(
         self,
-        standing: Standing,
+        standing: NodeStanding,
         contributions: Contributions,
         script: OwnScript,
         suspicion: Suspicion,

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from atoll.core.liveness import AGAIN_SECONDS, Judgement
 from atoll.core.units import format_seconds
 from atoll.peers.pace import Limit
-from atoll.peers.settings import Settings
+from atoll.peers.settings import NodeSettings
 from atoll.wire.peerviews import Life
 
 SILENT, IDLE = "silent", "no iteration"  # what a member lacks: messages, or iterations
@@ -53,7 +53,7 @@ class Watch:
     iteration while this node waits for one. `judge` looks at the processes of members that exceed a limit.
     """
 
-    def __init__(self, settings: Settings, judge: Judge = unseen) -> None:
+    def __init__(self, settings: NodeSettings, judge: Judge = unseen) -> None:
         self._settings, self._judge = settings, judge
         self._seen: dict[Life, _Seen] = {}
         self._checked = -math.inf  # when it was last asked for suspects

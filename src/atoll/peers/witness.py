@@ -17,18 +17,18 @@ from atoll.wire.peerviews import (
     Accepted,
     Ballot,
     Outbid,
-    Part,
     Prepare,
     Promised,
     View,
     ViewDecided,
+    ViewStruct,
     does_follow,
 )
 
 Answer: TypeAlias = Union[Promised, Accepted, Outbid, ViewDecided]
 
 
-class WitnessState(Part, frozen=True):
+class WitnessState(ViewStruct, frozen=True):
     """A witness's whole knowledge: the newest view, and its vote on what follows."""
 
     view: View

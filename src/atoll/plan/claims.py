@@ -96,7 +96,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Part:
+class CheapestRange:
     """Range in which one scheme is the lowest: latencies in seconds, or numbers of workers."""
 
     scheme: str
@@ -149,16 +149,16 @@ class AgainstLatency:
                 found.append(Crossing(at, self.seconds(one, at), upper, lower))
         return sorted(found, key=lambda crossing: crossing.at)
 
-    def lowest(self) -> list[Part]:
+    def lowest(self) -> list[CheapestRange]:
         """Return the cheapest scheme of each range of latencies, from 0 on."""
         edges = [0.0, *(crossing.at for crossing in self.crossings())]
         edges.append(2 * edges[-1] + 1)
-        parts: list[Part] = []
+        parts: list[CheapestRange] = []
         for start, end in pairwise(edges):
             best = min(SCHEMES, key=lambda scheme: self.seconds(scheme, (start + end) / 2))
             last = end == edges[-1]
             begin = parts.pop().start if parts and parts[-1].scheme == best else start
-            parts.append(Part(best, begin, float("inf") if last else end))
+            parts.append(CheapestRange(best, begin, float("inf") if last else end))
         return parts
 
     def claims(self) -> list[Claim]:
@@ -270,13 +270,13 @@ class AgainstNodes:
                     found.append(Crossing(self.nodes[at], self.costs[at][lower], upper, lower))
         return sorted(found, key=lambda crossing: crossing.at)
 
-    def lowest(self) -> list[Part]:
+    def lowest(self) -> list[CheapestRange]:
         """Return the cheapest scheme of each range of N."""
-        parts: list[Part] = []
+        parts: list[CheapestRange] = []
         for nodes, costs in zip(self.nodes, self.costs, strict=True):
             best = min(SCHEMES, key=lambda scheme: costs[scheme])
             begin = parts.pop().start if parts and parts[-1].scheme == best else nodes
-            parts.append(Part(best, begin, nodes))
+            parts.append(CheapestRange(best, begin, nodes))
         return parts
 
     def claims(self) -> list[Claim]:
@@ -393,7 +393,7 @@ class AgainstNodes:
             for n, costs in zip(self.nodes, self.costs, strict=True)
             if max(costs["ps_hra"], self.server(n)) < min(costs[rival] for rival in RIVALS)
         ]
-        return _between(Part("ps_hra", lowest[0], lowest[-1]), _count) if lowest else "nowhere"
+        return _between(CheapestRange("ps_hra", lowest[0], lowest[-1]), _count) if lowest else "nowhere"
 
 
 @dataclass(frozen=True)
@@ -431,7 +431,7 @@ def span(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us" if seconds else "0 s"
 
 
-def _extent(parts: Sequence[Part], others: Sequence[str]) -> str:
+def _extent(parts: Sequence[CheapestRange], others: Sequence[str]) -> str:
     return "everywhere" if not others else "in part" if parts else "nowhere"
 
 
@@ -439,7 +439,7 @@ def _count(nodes: float) -> str:
     return f"N = {nodes:g}"
 
 
-def _between(part: Part, written: Callable[[float], str]) -> str:
+def _between(part: CheapestRange, written: Callable[[float], str]) -> str:
     if part.end == float("inf"):
         return f"from {written(part.start)} on" if part.start else "everywhere"
     if part.start == part.end:

@@ -19,7 +19,7 @@ from atoll.core.tables import Table, shown
 from atoll.core.texts import nearest
 from atoll.core.toml import parse_toml, read_toml
 from atoll.core.units import parse_bytes, parse_rate
-from atoll.groups.chooser import MOST_WORKERS, Measured
+from atoll.groups.chooser import MOST_WORKERS, ProbeMeasurements
 from atoll.groups.links import Links
 
 UPLINKS = ("leader", "members")
@@ -103,11 +103,11 @@ class Cluster:
             self.sites[one].inside if one == other else self.between_sites[min(one, other), max(one, other)]
         )
 
-    def measured(self) -> Measured:
+    def measured(self) -> ProbeMeasurements:
         """Return the chooser's input; workers are numbered in the file's order, from 0."""
         numbers = range(len(self.workers))
         pipes = [[self.pipe(one, other) for other in numbers] for one in numbers]
-        return Measured(
+        return ProbeMeasurements(
             speeds={number: self.workers[number].speed for number in numbers},
             sites={number: self.sites[self.workers[number].site].name for number in numbers},
             links=Links(

@@ -17,9 +17,9 @@ from atoll.core.errors import UserError
 from atoll.plan.claims import (
     SCHEMES,
     AgainstLatency,
+    CheapestRange,
     Crossing,
     Findings,
-    Part,
     Values,
     as_text,
     find,
@@ -104,7 +104,9 @@ def _latency_figure(values: Values, findings: Findings) -> Figure:
         groups = f"{lines.groups} group{'s' if lines.groups > 1 else ''} of {lines.nodes // lines.groups}"
         panel.set_title(f"N = {lines.nodes}, k = {lines.groups}: {groups}", fontsize=10)
         _crossings(panel, lines.crossings())
-        parts = [Part(part.scheme, max(part.start, low), min(part.end, high)) for part in lines.lowest()]
+        parts = [
+            CheapestRange(part.scheme, max(part.start, low), min(part.end, high)) for part in lines.lowest()
+        ]
         _changes(panel, [part.start for part in parts[1:]])
         _strip(strip, parts, [span(part.start) for part in parts[1:]])
         ticks = [10.0**power for power in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)]
@@ -135,7 +137,9 @@ def _nodes_figure(values: Values, findings: Findings) -> Figure:
         panel.set_title(f"{kept} kept, latency {span(lines.latency)}", fontsize=10)
         _crossings(panel, lines.crossings())
         parts = lines.lowest()
-        parts = [Part(part.scheme, part.start, _next(parts, index)) for index, part in enumerate(parts)]
+        parts = [
+            CheapestRange(part.scheme, part.start, _next(parts, index)) for index, part in enumerate(parts)
+        ]
         _changes(panel, [part.start for part in parts[1:]])
         _strip(strip, parts, [f"N = {part.start:g}" for part in parts[1:]])
         ticks = [4.0**power for power in range(8) if first <= 4**power <= last]
@@ -147,7 +151,7 @@ def _nodes_figure(values: Values, findings: Findings) -> Figure:
     return figure
 
 
-def _next(parts: list[Part], index: int) -> float:
+def _next(parts: list[CheapestRange], index: int) -> float:
     """Return the end of a part's strip: the start of the next part."""
     return parts[index + 1].start if index + 1 < len(parts) else parts[index].end
 
@@ -219,7 +223,7 @@ def _changes(panel: Axes, places: list[float]) -> None:
         panel.axvline(place, color="#555555", linewidth=0.8, linestyle="--", zorder=1)
 
 
-def _strip(strip: Axes, parts: list[Part], changes: list[str]) -> None:
+def _strip(strip: Axes, parts: list[CheapestRange], changes: list[str]) -> None:
     """Draw the lowest scheme of each range."""
     for part in parts:
         strip.axvspan(part.start, part.end, color=_COLOURS[part.scheme], linewidth=0)

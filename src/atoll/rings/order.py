@@ -19,7 +19,7 @@ Way = tuple[int, int]  # two machines, the lower first
 
 
 @dataclass(frozen=True)
-class Figures:
+class LinkSpeed:
     """One link: its bandwidth in bytes/s, and its latency in seconds one way."""
 
     bandwidth: float
@@ -35,10 +35,10 @@ class Topology:
             of these; without any, all links are equal.
     """
 
-    def __init__(self, machines: Sequence[int], links: Mapping[Way, Figures] | None = None) -> None:
+    def __init__(self, machines: Sequence[int], links: Mapping[Way, LinkSpeed] | None = None) -> None:
         self.machines, self.links = tuple(machines), dict(links or {})
         self.count = max(machines) + 1
-        known = list(self.links.values()) or [Figures(1.0, 1.0)]
+        known = list(self.links.values()) or [LinkSpeed(1.0, 1.0)]
         shape = (self.count, self.count)
         self._bandwidths = np.full(shape, min(each.bandwidth for each in known))
         self._latencies = np.full(shape, max(each.latency for each in known))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from atoll.server.common import Common
 from atoll.server.door import Door
 from atoll.server.inbox import Inbox
-from atoll.server.stepper import Stepper
+from atoll.server.stepper import LogExecutor
 from atoll.store.entries import Fenced
 
 
@@ -15,7 +15,7 @@ class Applier:
     """Passes log entries in order to the `stepper`. A replaying shard calls `meanwhile` between two chunks
     instead of answering peers."""
 
-    def __init__(self, common: Common, stepper: Stepper, door: Door, inbox: Inbox) -> None:
+    def __init__(self, common: Common, stepper: LogExecutor, door: Door, inbox: Inbox) -> None:
         self._lines, self._kept, self._peers = common.lines, common.kept, common.peers
         self._stepper, self._door, self._inbox = stepper, door, inbox
         self.meanwhile: Callable[[], None] = lambda: None

@@ -15,9 +15,8 @@ import msgspec
 
 from atoll.server.heard import Heard
 from atoll.server.journal import Journal
-from atoll.server.mirror import Mirror
-from atoll.server.mirror import Source as Mirrored
-from atoll.server.records import Told
+from atoll.server.mirror import Mirror, MirroredShard
+from atoll.server.records import HandledMessage
 from atoll.server.recovery import encode_image
 from atoll.server.snapshot import Heading, Snapshots
 from atoll.wire import messages
@@ -45,7 +44,7 @@ _JOURNALLED = (
 )
 
 
-class Source(Mirrored, Protocol):
+class DurableShard(MirroredShard, Protocol):
     """A shard, as its snapshots and its standby need it."""
 
     def heading(self) -> Heading:
@@ -105,13 +104,13 @@ class Durability:
         if self.replaying or (self.journal is None and self.mirror is None):
             return
         index = hello.worker if hello.role == "worker" else max(0, hello.shard)
-        told = Told(hello.role, index, hello.incarnation, msgspec.Raw(header), hello.member)
+        told = HandledMessage(hello.role, index, hello.incarnation, msgspec.Raw(header), hello.member)
         if self.journal is not None:
             self.journal.append(told, payload)
         if self.mirror is not None:
             self.mirror.append(told, payload)
 
-    def remember(self, told: Told, payload: memoryview | None) -> None:
+    def remember(self, told: HandledMessage, payload: memoryview | None) -> None:
         """Pass a replayed record to the mirror, for a later standby."""
         if self.mirror is not None:
             self.mirror.remember(told, payload)
@@ -194,7 +193,7 @@ class Durability:
         if self.snapshots is not None:
             self.snapshots.abandon()
 
-    def poll_snapshots(self, source: Source) -> None:
+    def poll_snapshots(self, source: DurableShard) -> None:
         """Start a snapshot if one is due, and continue the one in progress."""
         model = source.model
         if self.snapshots is None or model is None or not model.is_whole or not source.is_between_lines:
@@ -206,7 +205,7 @@ class Durability:
             time.monotonic(), model.own, model.state.versions, lambda: self._begin_snapshot(source), wanted
         )
 
-    def _begin_snapshot(self, source: Source) -> Heading:
+    def _begin_snapshot(self, source: DurableShard) -> Heading:
         """Begin a journal segment that starts from this moment's state; returns the snapshot's heading."""
         self.wants_snapshot = False
         heading = source.heading()

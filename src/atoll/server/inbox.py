@@ -11,8 +11,8 @@ from atoll.net.endpoint import Received
 from atoll.server.common import Common
 from atoll.server.door import Door
 from atoll.server.heard import Handler, Heard
-from atoll.server.stepper import Stepper
-from atoll.store.pulls import Asked
+from atoll.server.stepper import LogExecutor
+from atoll.store.pulls import PullRequest
 from atoll.wire import messages
 from atoll.wire.lost import ZERO
 from atoll.wire.messages import AnyMessage, Hello, WireError, decode_untrusted
@@ -62,10 +62,10 @@ class Inbox:
             self._handle(received, message)
         return True
 
-    def take_in(self, stepper: Stepper) -> list[Asked]:
+    def take_in(self, stepper: LogExecutor) -> list[PullRequest]:
         """Handle urgent messages while chunks are stepped, and return the pulls that are ready; other
         messages wait."""
-        ready: list[Asked] = []
+        ready: list[PullRequest] = []
         while self.has_room and (received := self._server.receive(0)) is not None:
             message, hello = self._decode(received), self._peers.who(received.peer)
             if message is not None and isinstance(message, self._at_once) and hello is not None:
@@ -75,7 +75,7 @@ class Inbox:
                 and isinstance(message, (messages.Pull, messages.PullMean))
                 and stepper.may_pull(hello, message)
             ):
-                asked = Asked(hello.worker, message, hello.member)
+                asked = PullRequest(hello.worker, message, hello.member)
                 ready += [asked] * stepper.is_ready(asked)
             else:
                 self._waiting.append((received, message))

@@ -38,8 +38,8 @@ from atoll.logs.waiting import Waiting
 from atoll.server.records import (
     SHARD,
     Begun,
-    Part,
     Record,
+    StatePayload,
     encode_header,
     records,
     stamp_of,
@@ -262,7 +262,7 @@ class Journal:
     def begin_segment(
         self,
         state: bytes = b"",
-        parts: Sequence[tuple[Part, Payload]] = (),
+        parts: Sequence[tuple[StatePayload, Payload]] = (),
         *,
         fresh: bool = False,
     ) -> int:

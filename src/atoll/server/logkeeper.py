@@ -15,7 +15,7 @@ from atoll.core.points import reach
 from atoll.server.entrance import Above, Entrance, Life, Want
 from atoll.server.followers import KEPT, Followers, sequence_of
 from atoll.server.peers import Peers
-from atoll.server.records import Part
+from atoll.server.records import StatePayload
 from atoll.store.entries import Entry
 from atoll.store.log import CommitLog
 from atoll.store.outcomes import Meeting, Outcome
@@ -81,12 +81,14 @@ class LogKeeper:
         self._entrance = Entrance(self._peers, state.wants, self._above)
         self.followers = Followers(state, self._peers)
 
-    def parts(self) -> list[tuple[Part, memoryview | bytes]]:
+    def parts(self) -> list[tuple[StatePayload, memoryview | bytes]]:
         """Return the payloads that belong to the state."""
-        parts: list[tuple[Part, memoryview | bytes]] = [
-            (Part(MEETING, handle), payload) for handle, payload in self.payloads.items()
+        parts: list[tuple[StatePayload, memoryview | bytes]] = [
+            (StatePayload(MEETING, handle), payload) for handle, payload in self.payloads.items()
         ]
-        return parts + ([(Part(LAST_MEETING, 0), self.last_payload)] if self.last_payload is not None else [])
+        return parts + (
+            [(StatePayload(LAST_MEETING, 0), self.last_payload)] if self.last_payload is not None else []
+        )
 
     @property
     def _meetings(self) -> CommitLog:

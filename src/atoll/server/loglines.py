@@ -15,7 +15,7 @@ from atoll.server.durability import Durability
 from atoll.server.followers import sequence_of
 from atoll.server.links import HubLink, LogLink
 from atoll.server.training import Training
-from atoll.store.entries import Entry, Fenced, Step, decode_entry_untrusted
+from atoll.store.entries import Entry, Fenced, StepWithMean, decode_entry_untrusted
 from atoll.store.outcomes import StoreError
 from atoll.wire import messages
 from atoll.wire.messages import Hello
@@ -92,7 +92,7 @@ class LogLines:
         if not self._entries or model is None:
             return False
         entry = self._entries[0][1]
-        if not isinstance(entry, Step) or not entry.accepted or not entry.edited:
+        if not isinstance(entry, StepWithMean) or not entry.accepted or not entry.edited:
             return False
         gone = any(isinstance(each, Fenced) and each.worker == entry.editor for _, each in self._entries)
         return not gone and model.lacks(entry.editor, entry.iteration, entry.edited)

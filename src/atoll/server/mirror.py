@@ -27,7 +27,7 @@ from atoll.server.journal import Journal
 from atoll.server.links import HubLink
 from atoll.server.model import Model
 from atoll.server.payloads import payload_of
-from atoll.server.records import Record, Told, encode_header
+from atoll.server.records import HandledMessage, Record, encode_header
 from atoll.server.recovery import Parts, ShardImage, encode_image
 from atoll.tensors.wholechunk import WholeChunk
 from atoll.wire.messages import (
@@ -56,7 +56,7 @@ _MOST_HISTORY = 10_000  # retained records before the first Setup
 _FRAME = 2**31 - 1  # bytes
 
 
-class Source(Protocol):
+class MirroredShard(Protocol):
     """The interface of a shard that a mirror reads."""
 
     @property
@@ -112,7 +112,7 @@ class Mirror:
         self._model: Model | None = None  # the model of these chunks
         self._waiting = Waiting()  # written actions that wait for the standby's acknowledgement
         self._history: (
-            list[tuple[Told, Any]] | None
+            list[tuple[HandledMessage, Any]] | None
         ) = []  # records before the first Setup; None after that, or if too many
         self._said: dict[type, float] = {}  # time of the latest message of each repeated kind; monotonic
 
@@ -128,14 +128,14 @@ class Mirror:
         """True if `poll` has a chunk to copy at once."""
         return bool(self._copying) and self._welcomed and self._bytes <= _COPY_AHEAD
 
-    def remember(self, told: Told, payload: Any) -> None:
+    def remember(self, told: HandledMessage, payload: Any) -> None:
         """Retain a record from before the first Setup, perhaps replayed from the journal."""
         if self._history is not None:
             self._history.append((told, payload))
             if len(self._history) > _MOST_HISTORY:
                 self._history = None
 
-    def append(self, told: Told, payload: Any) -> None:
+    def append(self, told: HandledMessage, payload: Any) -> None:
         """Send a record that the shard is about to handle. The payload must not change any more."""
         if self._stream:
             self._copy(told, payload)
@@ -167,7 +167,7 @@ class Mirror:
 
     # -- the loop's part ----------------------------------------------------------------------------------
 
-    def poll(self, source: Source) -> None:
+    def poll(self, source: MirroredShard) -> None:
         """Follow the hub's word, handle the standby's messages, and send the next part of the state."""
         duty = self._hub.duty
         if duty is None or not duty.primary:
@@ -296,7 +296,7 @@ class Mirror:
 
     # -- the state ----------------------------------------------------------------------------------------
 
-    def _go_on(self, source: Source) -> None:
+    def _go_on(self, source: MirroredShard) -> None:
         """Begin the stream, copy the next chunk, or close the gate once the standby holds all chunks."""
         if not self._welcomed:
             return
@@ -312,7 +312,7 @@ class Mirror:
             self.gated, self._gate = True, self._number
             self.changed()
 
-    def _begin(self, source: Source) -> None:
+    def _begin(self, source: MirroredShard) -> None:
         model = source.model
         if model is None:
             if self._history is None:

@@ -25,9 +25,9 @@ from atoll.server.heard import NOT_SET_UP
 from atoll.server.inflight import InFlight
 from atoll.server.logkeeper import IN_FLIGHT
 from atoll.server.payloads import Lent, payload_of, weighted_mean
-from atoll.server.records import Part
+from atoll.server.records import StatePayload
 from atoll.server.snapshot import Heading
-from atoll.store.actions import Action, ApplyChunks, CombineChunks, Parts, Release, StepChunks
+from atoll.store.actions import Action, ApplyChunks, CombineChunks, GradientHandles, Release, StepChunks
 from atoll.store.balance import balance
 from atoll.store.log import CONSISTENCIES
 from atoll.store.losses import absent
@@ -228,7 +228,7 @@ class Model:
 
     # -- state for a journal ------------------------------------------------------------------------------
 
-    def remembered(self) -> tuple[ModelState, list[tuple[Part, memoryview]]]:
+    def remembered(self) -> tuple[ModelState, list[tuple[StatePayload, memoryview]]]:
         """Return the state, except for the chunks and their optimizer, with the payloads that belong to
         it."""
         mean = self.mean
@@ -250,9 +250,13 @@ class Model:
             payloads=list(self._payloads.held),
             handles=self._payloads.handles,
         )
-        parts = [(Part(CONTRIBUTION, handle), payload) for handle, payload in self._payloads.held.items()]
+        parts = [
+            (StatePayload(CONTRIBUTION, handle), payload) for handle, payload in self._payloads.held.items()
+        ]
         values = {} if mean is None else mean.chunks
-        return state, parts + [(Part(MEAN, chunk), payload_of(flat)) for chunk, (flat, _) in values.items()]
+        return state, parts + [
+            (StatePayload(MEAN, chunk), payload_of(flat)) for chunk, (flat, _) in values.items()
+        ]
 
     def remember(self, state: ModelState, parts: Mapping[str, Mapping[int, memoryview]]) -> None:
         """Take over a state returned by `remembered`; chunks and optimizer must already be as they were then.
@@ -545,7 +549,7 @@ def _told_of(chunk: int) -> Iterator[None]:
         raise RunError(f"the optimizer failed on chunk {chunk}: {reason}") from error
 
 
-def _in_order(parts: Parts) -> list[tuple[int, tuple[int, bytes]]]:
+def _in_order(parts: GradientHandles) -> list[tuple[int, tuple[int, bytes]]]:
     return sorted(parts.items())
 
 

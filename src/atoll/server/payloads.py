@@ -12,7 +12,9 @@ from torch import Tensor
 
 from atoll.wire.lost import Spans
 
-Part: TypeAlias = tuple[float, Tensor, bytes]  # a contribution's weight, gradients, and presence by slot
+WeightedGradients: TypeAlias = tuple[
+    float, Tensor, bytes
+]  # a contribution's weight, gradients, and presence by slot
 
 
 def payload_of(flat: Tensor) -> memoryview:
@@ -45,7 +47,7 @@ class Lent:
         return self._held is not None and self._held() is not None
 
 
-def weighted_mean(parts: Sequence[Part], absent: Sequence[Spans] = ()) -> tuple[Tensor, bytes]:
+def weighted_mean(parts: Sequence[WeightedGradients], absent: Sequence[Spans] = ()) -> tuple[Tensor, bytes]:
     """Weighted mean of a chunk's gradients, and for each slot whether any contribution has a gradient.
 
     Summed in order, in the chunk's dtype, each part times its share of the weight; so the mean of one part
@@ -70,7 +72,7 @@ def weighted_mean(parts: Sequence[Part], absent: Sequence[Spans] = ()) -> tuple[
     return mean, present
 
 
-def _mean_over_the_others(mean: Tensor, parts: Sequence[Part], absent: Sequence[Spans]) -> None:
+def _mean_over_the_others(mean: Tensor, parts: Sequence[WeightedGradients], absent: Sequence[Spans]) -> None:
     """Put into `mean`, at elements that some part lacks, the mean over the other parts.
 
     Span ends cut the chunk into pieces in which the same parts are absent; shares are computed by piece, sums

@@ -22,7 +22,7 @@ SHARD = Kind(b"ATJ3", HEADER_BYTES + 2**16, "segment of a journal")
 _HALF = 2**32
 
 
-class Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag="told"):
+class HandledMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag="told"):
     """A message that was handled: one of wire's, in `message`, with its payload.
 
     `role` is the sender's ("worker", "shard" or "hub"), `index` the worker's rank or the shard's index, and
@@ -38,7 +38,7 @@ class Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=T
 
 class Begun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag="begun"):
     """A segment's first record. The segment continues from nothing (`fresh`), from `state`, whose payloads
-    follow as `parts` records of Part, or from the end of the segment before."""
+    follow as `parts` records of StatePayload, or from the end of the segment before."""
 
     run: Name
     shard: Count
@@ -47,14 +47,14 @@ class Begun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
     parts: Count = 0
 
 
-class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag="part"):
+class StatePayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag="part"):
     """A payload that belongs to the state: `kind` is its kind, `key` its number within that kind."""
 
     kind: Name
     key: Count
 
 
-Record: TypeAlias = Union[Told, Begun, Part]
+Record: TypeAlias = Union[HandledMessage, Begun, StatePayload]
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)

@@ -18,10 +18,10 @@ from atoll.core.errors import CheckpointError
 from atoll.server.journal import Folder, Payload, read_segments
 from atoll.server.logkeeper import LAST_MEETING, MEETING, KeeperState
 from atoll.server.model import CONTRIBUTION, HELD, MEAN, ModelState
-from atoll.server.records import Begun, Part, Record, Told
+from atoll.server.records import Begun, HandledMessage, Record, StatePayload
 from atoll.server.snapshot import Heading, whole_snapshots
 
-Parts: TypeAlias = list[tuple[Part, Payload]]
+Parts: TypeAlias = list[tuple[StatePayload, Payload]]
 KeptParts: TypeAlias = dict[str, dict[int, memoryview]]  # payloads by kind and key
 
 
@@ -56,14 +56,14 @@ def no_parts() -> KeptParts:
 
 
 @dataclass(frozen=True)
-class Found:
+class FolderContents:
     """Contents of a shard's folder: the latest snapshot with its image, or neither (a site's: the image
     alone), and the messages recorded since. `next_segment` is the number of the journal's next segment."""
 
     snapshot: Path | None
     image: ShardImage | None
     parts: KeptParts
-    told: Iterator[tuple[Told, memoryview | None]]
+    told: Iterator[tuple[HandledMessage, memoryview | None]]
     next_segment: int
 
 
@@ -72,7 +72,7 @@ def first_segment(folder: Folder) -> int:
     return max([-1, *(heading.journal for _, heading in whole_snapshots(folder.path))]) + 1
 
 
-def find(folder: Folder) -> Found | None:
+def find(folder: Folder) -> FolderContents | None:
     """Find a shard's saved state in its folder; None if there is none. Raises CheckpointError if the state is
     incomplete."""
     segments = folder.segments()
@@ -88,7 +88,7 @@ def find(folder: Folder) -> Found | None:
     if first is None and heading is None and len(segments) == 1:
         return None  # a shard that died at its start
     image, parts = _begin(folder, first, heading, records)
-    return Found(snapshot, image, parts, _told(records), max(numbers) + 1)
+    return FolderContents(snapshot, image, parts, _told(records), max(numbers) + 1)
 
 
 def _begin(
@@ -116,7 +116,7 @@ def _begin(
     return _image(folder, begun, heading.journal), parts
 
 
-def find_site(folder: Folder) -> Found | None:
+def find_site(folder: Folder) -> FolderContents | None:
     """Find the saved state of a site's shard in its folder; None if there is none.
 
     Raises CheckpointError if the state is incomplete.
@@ -131,7 +131,7 @@ def find_site(folder: Folder) -> Found | None:
         parts = no_parts() if begun.fresh else _parts_of(begun, records) if begun.state else None
         if parts is not None:
             image = None if begun.fresh else _image(folder, begun, start)
-            return Found(None, image, parts, _told(records), max(segments) + 1)
+            return FolderContents(None, image, parts, _told(records), max(segments) + 1)
     if len(segments) < 2:
         return None  # a shard that died at its start
     raise CheckpointError(
@@ -145,7 +145,7 @@ def _parts_of(begun: Begun, records: Iterator[tuple[Record, Payload]]) -> KeptPa
     parts = no_parts()
     for _ in range(begun.parts):
         part, payload = next(records, (None, None))
-        if not isinstance(part, Part) or payload is None or part.kind not in parts:
+        if not isinstance(part, StatePayload) or payload is None or part.kind not in parts:
             return None
         parts[part.kind][part.key] = payload
     return parts
@@ -158,8 +158,8 @@ def _image(folder: Folder, begun: Begun, segment: int) -> ShardImage:
         raise CheckpointError(f"{folder.segment(segment)}: {error}") from None
 
 
-def _told(records: Iterator[tuple[Record, Payload]]) -> Iterator[tuple[Told, memoryview | None]]:
+def _told(records: Iterator[tuple[Record, Payload]]) -> Iterator[tuple[HandledMessage, memoryview | None]]:
     """Yield the handled messages. State records are skipped, since earlier messages lead to that state."""
     for record, payload in records:
-        if isinstance(record, Told):
+        if isinstance(record, HandledMessage):
             yield record, payload

@@ -10,8 +10,8 @@ from atoll.server.common import Common
 from atoll.server.heard import Handler, Heard
 from atoll.server.logkeeper import LAST_MEETING, MEETING
 from atoll.server.model import Model
-from atoll.server.records import Told
-from atoll.server.recovery import Found, KeptParts, Parts, ShardImage
+from atoll.server.records import HandledMessage
+from atoll.server.recovery import FolderContents, KeptParts, Parts, ShardImage
 from atoll.server.setups import SetUps
 from atoll.server.snapshot import Heading, restore
 from atoll.store.entries import decode_entry_untrusted
@@ -60,7 +60,7 @@ class Revival:
         """Return the heading of a snapshot taken now."""
         return self._training.there.heading(self._run, self._index, self._lines.next_entry)
 
-    def recover(self, found: Found) -> str:
+    def recover(self, found: FolderContents) -> str:
         """Restore the saved state and replay its records; returns a line for people. Raises
         CheckpointError."""
         self._kept.replaying, count = True, 0
@@ -105,7 +105,7 @@ class Revival:
             last = parts[LAST_MEETING].get(0)
             self._log.restore(image.log, parts[MEETING], None if last is None else bytes(last))
 
-    def hear_again(self, told: Told, payload: memoryview | None) -> None:
+    def hear_again(self, told: HandledMessage, payload: memoryview | None) -> None:
         """Handle a recorded message from the journal or the primary, with the same effect as the first
         time."""
         self._kept.remember(told, payload)

@@ -34,7 +34,7 @@ from atoll.server.peers import Peers
 from atoll.server.revival import Revival
 from atoll.server.setups import SetUps
 from atoll.server.snapshot import Snapshots
-from atoll.server.stepper import Stepper
+from atoll.server.stepper import LogExecutor
 from atoll.server.telling import Teller
 from atoll.server.training import Training
 from atoll.wire import messages
@@ -92,7 +92,7 @@ class Shard:
         parts = self._peers, self.kept, self._lines, self._log, self._training, self._tell
         common = self._common = Common(index, run, site, server, *parts)
         self.door = Door(common)
-        stepper, setups = Stepper(common), self._make_setups()
+        stepper, setups = LogExecutor(common), self._make_setups()
         desk = elsewhere(index)
         if self._log is not None:
             desk = LogDesk(self._log, self._peers, self._training).handlers

@@ -16,7 +16,7 @@ from atoll.core.errors import DeadlineError, MismatchError
 from atoll.core.events import AnyEvent
 from atoll.core.runclock import record_time
 from atoll.exchange.feedback import Feedback
-from atoll.exchange.link import LOG, Link
+from atoll.exchange.link import LOG, ShardLink
 from atoll.exchange.link import Handler as FromAbove
 from atoll.exchange.linksseen import LinksSeen
 from atoll.net.endpoint import Endpoint, Server, poll
@@ -33,7 +33,7 @@ from atoll.server.setups import SetUps
 from atoll.server.shard import Shard
 from atoll.server.sitelog import SiteLog
 from atoll.server.sitemodel import SiteModel
-from atoll.server.siteplace import Place, in_sites
+from atoll.server.siteplace import SitePlace, in_sites
 from atoll.server.upward import Upward
 from atoll.store.places import RETURN_PATIENCES
 from atoll.wire import messages
@@ -114,7 +114,7 @@ class SiteShard(Shard):
         emit: Callable[[AnyEvent], None] = lambda _event: None,
     ) -> None:
         welcome, self._options = hub.welcome, link or LinkOptions()
-        self._place = Place(welcome.worker, list(welcome.sites), welcome.incarnation)
+        self._place = SitePlace(welcome.worker, list(welcome.sites), welcome.incarnation)
         self._link_up, self._timeout = hub, timeout
         self._up = Upward(
             self._place,
@@ -241,7 +241,7 @@ class SiteShard(Shard):
         self._tell_of_links(self._links_seen.tell)
         self._up.close()
 
-    def _tell_of_links(self, tell: Callable[[Link | None, Feedback | None], None]) -> None:
+    def _tell_of_links(self, tell: Callable[[ShardLink | None, Feedback | None], None]) -> None:
         tell(self._up.link, self.model.feedback if isinstance(self.model, SiteModel) else None)
 
     def _links(self) -> list[Endpoint]:
@@ -282,7 +282,7 @@ class SiteShard(Shard):
 
     # -- the global shards --------------------------------------------------------------------------------
 
-    def _find(self, why: str) -> Link | None:
+    def _find(self, why: str) -> ShardLink | None:
         """Connect to the global shards once the hub knows all addresses; None while a journal is replayed."""
         since = time.monotonic()
         while self._up.link is None and not self.kept.replaying:

@@ -26,11 +26,11 @@ from atoll.core.config import LinkOptions
 from atoll.core.errors import RunError, UserError
 from atoll.core.points import reach
 from atoll.exchange.feedback import Feedback
-from atoll.exchange.link import Link
+from atoll.exchange.link import ShardLink
 from atoll.server.model import HELD, Done, Holder, MeanOf, Model, ModelState, Send, SiteState
 from atoll.server.payloads import payload_of
-from atoll.server.records import Part
-from atoll.server.siteplace import Place
+from atoll.server.records import StatePayload
+from atoll.server.siteplace import SitePlace
 from atoll.server.uplink import CONTRIBUTION, SET_UP, STATE, STEP, Edits, Uplink
 from atoll.store.actions import CombineChunks, StepChunks
 from atoll.store.balance import balance
@@ -39,7 +39,7 @@ from atoll.tensors.payload import tensor_of
 from atoll.wire import messages
 from atoll.wire.messages import AnyMessage, Setup, Used, WorkerStand
 
-Passing: TypeAlias = Callable[[Link], None]  # an operation with the global shards
+Passing: TypeAlias = Callable[[ShardLink], None]  # an operation with the global shards
 Gradients: TypeAlias = tuple[Tensor, bytes]  # a chunk's gradients, and their presence by slot
 
 
@@ -108,10 +108,10 @@ class SiteModel(Model):
     def __init__(
         self,
         setup: Setup,
-        upstream: Link | None,
+        upstream: ShardLink | None,
         *,
         number: int,
-        place: Place,
+        place: SitePlace,
         workers: int,
         shards: int,
         used: Callable[[], list[Used]],
@@ -147,11 +147,13 @@ class SiteModel(Model):
     def _hold(self, layout: ChunkMap) -> Holder:
         return PassingValues(layout, self.setup.chunks, self.setup.hyperparameters)
 
-    def remembered(self) -> tuple[ModelState, list[tuple[Part, memoryview]]]:
+    def remembered(self) -> tuple[ModelState, list[tuple[StatePayload, memoryview]]]:
         state, parts = super().remembered()
         held = self.feedback.state()
         # Cloned: the residual changes while the journal still writes it.
-        parts += [(Part(HELD, chunk), payload_of(values.clone())) for chunk, (values, _) in held.items()]
+        parts += [
+            (StatePayload(HELD, chunk), payload_of(values.clone())) for chunk, (values, _) in held.items()
+        ]
         site = SiteState(
             between=self.between,
             hyperparameters=self.optimizer.hyperparameters,
@@ -188,7 +190,7 @@ class SiteModel(Model):
             self._due.clear()
         self._due.append(passing)
 
-    def go_on(self, upstream: Link) -> None:
+    def go_on(self, upstream: ShardLink) -> None:
         """Finish the work in progress at the end of a replayed journal, and fetch the values."""
         self._above = self._up.link = upstream
         due, self._due = self._due, []
@@ -198,7 +200,7 @@ class SiteModel(Model):
             self.refresh()
 
     @property
-    def _upstream(self) -> Link:
+    def _upstream(self) -> ShardLink:
         assert self._above is not None
         return self._above
 
@@ -228,7 +230,7 @@ class SiteModel(Model):
         self._pass(self._begin, begins=False)
         self.complete = True
 
-    def _begin(self, upstream: Link) -> None:
+    def _begin(self, upstream: ShardLink) -> None:
         ready: set[int] = set()
 
         def take(shard: int, message: AnyMessage, _payload: memoryview | None) -> None:
@@ -344,7 +346,7 @@ class SiteModel(Model):
                 for chunk, values, present in self._made_of(action, mean, edits):
                     self._up.outgoing(chunk, values, present, _weight(action, mean), clock)
 
-        def passing(_upstream: Link) -> None:
+        def passing(_upstream: ShardLink) -> None:
             word()
             self._fetch(clock + 1, told)
             if self.between.consistency != "bsp":

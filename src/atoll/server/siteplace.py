@@ -13,7 +13,7 @@ from atoll.wire.messages import VERSION, Hello
 
 
 @dataclass(frozen=True)
-class Place:
+class SitePlace:
     """Position of a site among the run's `names`, and the incarnation of its shard."""
 
     index: int

@@ -23,7 +23,7 @@ from atoll.core.texts import one_line
 from atoll.net.endpoint import Received, Server, poll
 from atoll.server.journal import Journal, JournalError
 from atoll.server.links import HubLink
-from atoll.server.records import Part, Record, Told, decode_record
+from atoll.server.records import HandledMessage, Record, StatePayload, decode_record
 from atoll.server.recovery import ShardImage, decode_image, no_parts
 from atoll.server.shard import Shard
 from atoll.server.snapshot import Snapshots
@@ -190,7 +190,9 @@ class Standby:
             return
         if isinstance(message, Hello):
             self._greet(received.peer, message)
-        elif received.peer == self._primary and isinstance(message, (Begin, Part, Told, CopyChunk, Probe)):
+        elif received.peer == self._primary and isinstance(
+            message, (Begin, StatePayload, HandledMessage, CopyChunk, Probe)
+        ):
             self._note(message, received.payload)
 
     def _greet(self, peer: bytes, hello: Hello) -> None:
@@ -230,7 +232,7 @@ class Standby:
             self._begin()
         elif not self._stream:
             return
-        elif isinstance(message, Told) and self._journal is not None:
+        elif isinstance(message, HandledMessage) and self._journal is not None:
             self._journal.append(message, payload)
         self._count += 1
         size = 64 + (payload.nbytes if payload is not None else 0)
@@ -282,11 +284,11 @@ class Standby:
             ) from error
 
     def _handle(self, message: AnyMessage | Record, payload: memoryview | None) -> None:
-        if isinstance(message, Told):
+        if isinstance(message, HandledMessage):
             self.shard.revival.hear_again(message, payload)
         elif isinstance(message, CopyChunk):
             self._take_chunk(message, payload)
-        elif isinstance(message, Part):
+        elif isinstance(message, StatePayload):
             if payload is None or message.kind not in self._parts or self._image is None:
                 raise RunError(f"the primary sent a part {message.kind[:40]!r} that nobody knows")
             self._parts[message.kind][message.key] = payload

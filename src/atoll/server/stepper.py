@@ -13,17 +13,17 @@ from atoll.server.heard import NOT_SET_UP, Handler, Heard
 from atoll.server.model import Model
 from atoll.server.payloads import payload_of
 from atoll.store.entries import Entry
-from atoll.store.pulls import AnyPull, Asked
+from atoll.store.pulls import AnyPull, PullRequest
 from atoll.wire import messages
 from atoll.wire.messages import Hello
 
 
-class Stepper:
+class LogExecutor:
     """Carries out log entries on the model, and answers pulls."""
 
     def __init__(self, common: Common) -> None:
         self._peers, self._kept, self._training = common.peers, common.kept, common.training
-        self._active: list[Asked] = []  # pulls that get each chunk as it finishes
+        self._active: list[PullRequest] = []  # pulls that get each chunk as it finishes
         self._done: list[int] | None = None  # finished chunks of the entry being applied
         pull = Handler(self.handle_pull)
         self.handlers: dict[type, Handler] = {
@@ -60,7 +60,7 @@ class Stepper:
                 finish(chunk)
         self._active, self._done = [], None
 
-    def join(self, asked: Asked) -> None:
+    def join(self, asked: PullRequest) -> None:
         """Answer a pull that became ready while an entry is carried out: finished chunks now, the others as
         they finish."""
         for chunk in self._done or ():
@@ -77,7 +77,7 @@ class Stepper:
         if pull.share >= pull.shares:
             return no_share(pull.share, pull.shares)
         reason = model.state.refusal(heard.worker, pull.incarnation)
-        asked = Asked(heard.worker, pull, heard.hello.member)
+        asked = PullRequest(heard.worker, pull, heard.hello.member)
         if not reason and self.is_ready(asked):
             for chunk in model.chunks:
                 self._answer(asked, chunk)
@@ -94,11 +94,11 @@ class Stepper:
             and not self._model.state.refusal(hello.worker, pull.incarnation)
         )
 
-    def is_ready(self, asked: Asked) -> bool:
+    def is_ready(self, asked: PullRequest) -> bool:
         """True if the pull can be answered now; if not, it is queued."""
         return self._model.pulls.ask(asked)
 
-    def _answer(self, asked: Asked, chunk: int) -> None:
+    def _answer(self, asked: PullRequest, chunk: int) -> None:
         """Send one chunk, or the requested share of it, to a waiting peer."""
         model, pull, worker = self._model, asked.pull, asked.worker
         if pull.chunks and chunk not in pull.chunks:

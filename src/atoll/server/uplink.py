@@ -10,7 +10,7 @@ import msgspec
 from torch import Tensor
 
 from atoll.exchange.feedback import Feedback, Written
-from atoll.exchange.link import LOG, Link
+from atoll.exchange.link import LOG, ShardLink
 from atoll.store.actions import StepChunks
 from atoll.wire import messages
 from atoll.wire.messages import Setup, Used, WorkerStand
@@ -31,13 +31,13 @@ class Uplink:
         shard_of: Mapping[int, int],
         feedback: Feedback,
         stand: Callable[[], WorkerStand | None],
-        link: Link | None,
+        link: ShardLink | None,
     ) -> None:
         self._incarnation, self._shard_of, self._feedback = incarnation, shard_of, feedback
         self._stand, self.link = stand, link
 
     @property
-    def _up(self) -> Link:
+    def _up(self) -> ShardLink:
         assert self.link is not None
         return self.link
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 
 from atoll.core.config import LinkOptions
 from atoll.core.errors import DeadlineError
-from atoll.exchange.link import LOG, Handler, Link, ignored
+from atoll.exchange.link import LOG, Handler, ShardLink, ignored
 from atoll.net.endpoint import Endpoint, poll
 from atoll.net.keys import Keys
 from atoll.net.requests import who_is_missing
 from atoll.server.links import HubLink
-from atoll.server.siteplace import Place
+from atoll.server.siteplace import SitePlace
 from atoll.wire import messages
 from atoll.wire.messages import AnyMessage, WorkerStand
 
@@ -41,7 +41,7 @@ class Upward:
 
     def __init__(
         self,
-        place: Place,
+        place: SitePlace,
         run: str,
         keys: Keys | None,
         hub: HubLink,
@@ -53,7 +53,7 @@ class Upward:
         self._place, self._run, self._keys, self._hub = place, run, keys, hub
         self._timeout, self._options = timeout, options
         self._warn, self._when_kept = warn, when_kept
-        self.link: Link | None = None
+        self.link: ShardLink | None = None
         self.meets: dict[int, tuple[messages.Meet, memoryview]] = {}  # open meetings, by number
 
     def is_found(self, since: float, why: str) -> bool:
@@ -78,10 +78,10 @@ class Upward:
         handlers: Mapping[type[AnyMessage], Handler],
         meanwhile: Callable[[], None],
         beside: Callable[[], list[Endpoint]],
-    ) -> Link:
+    ) -> ShardLink:
         """Connect to the global shards. `handlers` take unsolicited messages; `meanwhile` and `beside` are
-        Link's."""
-        link = self.link = Link(
+        ShardLink's."""
+        link = self.link = ShardLink(
             self._hub.addresses,
             self._keys,
             hello=self._place.hello(self._run),
@@ -120,7 +120,7 @@ class Upward:
         if link is not None:
             self._when_kept(lambda: self._send_meet(link, number))
 
-    def _send_meet(self, link: Link, number: int) -> None:
+    def _send_meet(self, link: ShardLink, number: int) -> None:
         meet, part = self.meets[number]
         link.send(LOG, meet, part, until=(_MEETING, number))
         link.waits.expect(f"every site's part in {meet.what}", LOG)

@@ -10,8 +10,8 @@ from atoll.store.losses import ChunkLoss
 from atoll.wire.messages import Hyperparameters
 
 # The handle of a chunk's gradients, and one byte a slot: whether it has a gradient.
-Part: TypeAlias = tuple[int, bytes]
-Parts: TypeAlias = dict[int, Part]  # by chunk
+GradientHandle: TypeAlias = tuple[int, bytes]
+GradientHandles: TypeAlias = dict[int, GradientHandle]  # by chunk
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class CombineChunks:
     """
 
     iteration: int
-    contributions: list[tuple[float, Parts]]
+    contributions: list[tuple[float, GradientHandles]]
     weight: float
     samples: float
     losses: list[dict[int, ChunkLoss]] = field(default_factory=list)
@@ -76,7 +76,7 @@ class StepChunks:
     iteration: int
     scale: float
     hyperparameters: Hyperparameters
-    edited: Parts
+    edited: GradientHandles
     accepted: bool
     nobody: bool = False
 
@@ -92,7 +92,7 @@ class ApplyChunks:
     worker: int
     incarnation: int
     iteration: int
-    chunks: Parts
+    chunks: GradientHandles
     part: float
     opens: bool
     closes: bool

@@ -29,7 +29,7 @@ class Joined(LogEntry, frozen=True):
     clock: Count
 
 
-class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WeightedContribution(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A worker's or group's contribution to a mean, with its weight.
 
     Attributes:
@@ -51,10 +51,10 @@ class Combine(LogEntry, frozen=True):
     """BSP: the mean of these contributions, in order of worker, is the gradient of `iteration`."""
 
     iteration: Count
-    members: list[Member]
+    members: list[WeightedContribution]
 
 
-class Step(LogEntry, frozen=True):
+class StepWithMean(LogEntry, frozen=True, tag="step"):
     """BSP: step the optimizer with an iteration's mean.
 
     Attributes:
@@ -119,7 +119,7 @@ class Idle(LogEntry, frozen=True):
     idle: bool
 
 
-Entry: TypeAlias = Union[Joined, Combine, Step, Apply, Fenced, Idle]
+Entry: TypeAlias = Union[Joined, Combine, StepWithMean, Apply, Fenced, Idle]
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Entry] = msgspec.msgpack.Decoder(Entry)

@@ -12,7 +12,7 @@ from atoll.store.places import Shards, Sites
 from atoll.store.replicas import Pair
 from atoll.store.roll import Member, Roll
 from atoll.store.silence import FLOOR_SECONDS
-from atoll.store.workers import Workers
+from atoll.store.workers import RankedWorkers
 from atoll.wire.messages import Count
 
 
@@ -67,7 +67,7 @@ class Membership:
         least: float = FLOOR_SECONDS,
     ) -> None:
         self.roll = Roll(patience, heartbeat, least)
-        self.workers = Workers(self.roll, workers, ring=not shards)
+        self.workers = RankedWorkers(self.roll, workers, ring=not shards)
         self.shards = Shards(self.roll, shards, replicas)
         self.sites = Sites(self.roll, sites or {})
         self.grouped = False

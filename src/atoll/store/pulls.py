@@ -14,7 +14,7 @@ AnyPull: TypeAlias = Union[messages.Pull, messages.PullMean]
 
 
 @dataclass(frozen=True)
-class Asked:
+class PullRequest:
     """A pull and its asker.
 
     Attributes:
@@ -40,9 +40,9 @@ class Pulls:
 
     def __init__(self, state: ShardState) -> None:
         self._state = state
-        self._waiting: dict[tuple[type, int, int, int], Asked] = {}
+        self._waiting: dict[tuple[type, int, int, int], PullRequest] = {}
 
-    def ask(self, asked: Asked) -> bool:
+    def ask(self, asked: PullRequest) -> bool:
         """True if a pull may be answered now; if not, `take_ready` returns it later.
 
         If it never can be, it is not kept, and `ShardState.refusal` says why. A worker that has just joined
@@ -62,14 +62,14 @@ class Pulls:
             self._waiting[key] = _both(waiting, asked) if waiting is not None and same else asked
         return False
 
-    def _may_come(self, asked: Asked) -> bool:
+    def _may_come(self, asked: PullRequest) -> bool:
         """True if the requested data may become available later."""
         state, pull = self._state, asked.pull
         if isinstance(pull, messages.PullMean) and not state.awaits_mean(pull.iteration):
             return False
         return not state.refusal(asked.worker, pull.incarnation)
 
-    def _is_ready(self, asked: Asked) -> bool:
+    def _is_ready(self, asked: PullRequest) -> bool:
         state, pull = self._state, asked.pull
         member = state.members.get(asked.worker)
         if member is None or member.incarnation != pull.incarnation:
@@ -85,19 +85,19 @@ class Pulls:
             each.idle or each.clock >= member.clock - state.slack for each in state.members.values()
         )
 
-    def take_ready(self) -> list[Asked]:
+    def take_ready(self) -> list[PullRequest]:
         """Return the pulls that may be answered now: call it after each entry. Drops those of fenced
         workers."""
         for key in [key for key in self._waiting if self._state.refusal(*key[1:3])]:
             del self._waiting[key]
         return [asked for asked in list(self._waiting.values()) if self.ask(asked)]
 
-    def waiting(self) -> list[Asked]:
+    def waiting(self) -> list[PullRequest]:
         """Return the pulls that are not answered yet."""
         return list(self._waiting.values())
 
 
-def _both(waiting: Asked, asked: Asked) -> Asked:
+def _both(waiting: PullRequest, asked: PullRequest) -> PullRequest:
     """Return the newer pull, with the chunks of both if they ask for equal shares.
 
     An empty list of chunks, in either, means all of them.

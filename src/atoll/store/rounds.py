@@ -10,7 +10,7 @@ from atoll.core.hyperparameters import GRADIENT_SCALE, Difference, difference_li
 from atoll.core.stands import are_in_one_epoch, mixed_epochs
 from atoll.core.weighing import are_certain, excess_line, told_unlike, weight_of
 from atoll.store.contributors import Contributors
-from atoll.store.entries import Combine, Joined, Member, Step
+from atoll.store.entries import Combine, Joined, StepWithMean, WeightedContribution
 from atoll.store.outcomes import Draft
 from atoll.store.waits import Waits, line_of
 from atoll.wire import messages
@@ -23,7 +23,7 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
     An iteration begins with all workers that are live then, and those that waited when the one before was
     combined. A worker that takes others' places may enter it later. It is combined when every member has
     committed and is staged on all shards; a member fenced before that is left out. It is stepped when every
-    live member has said the same Step.
+    live member has sent an equal Step.
 
     Attributes:
         loose: True if a member that waits in a meeting and has not committed is left out once the others
@@ -182,7 +182,7 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
         for worker, incarnation in self.members.items():
             commit = self.commits[worker]
             members.append(
-                Member(
+                WeightedContribution(
                     worker=worker,
                     incarnation=incarnation,
                     weight=weight_of(commit, certain),
@@ -245,7 +245,7 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
         )
         said = self.said[speakers[0]] if speakers else nothing
         draft.write(
-            Step(
+            StepWithMean(
                 iteration=self.iteration,
                 scale=said.scale,
                 hyperparameters=said.hyperparameters,

@@ -8,8 +8,16 @@ from typing import TypeAlias
 import msgspec
 
 from atoll.core.weighing import worst
-from atoll.store.actions import Action, ApplyChunks, CombineChunks, Parts, PushOutcome, Release, StepChunks
-from atoll.store.entries import Apply, Combine, Entry, Fenced, Idle, Joined, Step
+from atoll.store.actions import (
+    Action,
+    ApplyChunks,
+    CombineChunks,
+    GradientHandles,
+    PushOutcome,
+    Release,
+    StepChunks,
+)
+from atoll.store.entries import Apply, Combine, Entry, Fenced, Idle, Joined, StepWithMean
 from atoll.store.losses import ChunkLoss, told_of
 from atoll.store.outcomes import StoreError
 from atoll.wire import messages
@@ -34,7 +42,7 @@ class Runs(msgspec.Struct, forbid_unknown_fields=True):
     lost: dict[int, LostBlocks] = {}
 
 
-class Contribution(msgspec.Struct, forbid_unknown_fields=True):
+class StagedContribution(msgspec.Struct, forbid_unknown_fields=True):
     """One worker's contribution to an iteration, as far as it has come.
 
     Attributes:
@@ -45,7 +53,7 @@ class Contribution(msgspec.Struct, forbid_unknown_fields=True):
     """
 
     expected: Count
-    parts: Parts = {}
+    parts: GradientHandles = {}
     runs: dict[int, Runs] = {}
     losses: dict[int, ChunkLoss] = {}
 
@@ -58,7 +66,7 @@ class Contribution(msgspec.Struct, forbid_unknown_fields=True):
         return [handle for handle, _ in self.parts.values()] + runs
 
 
-class Member(msgspec.Struct, forbid_unknown_fields=True):
+class WorkerProgress(msgspec.Struct, forbid_unknown_fields=True):
     """A worker that takes part.
 
     Attributes:
@@ -96,12 +104,12 @@ class ShardState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     steps: Count = 0
     consumed: float = 0.0
     applied: Count = 0
-    members: dict[int, Member] = {}
+    members: dict[int, WorkerProgress] = {}
     fenced: dict[int, Count] = {}
-    staged: dict[Key, dict[int, Contribution]] = {}
+    staged: dict[Key, dict[int, StagedContribution]] = {}
     combined: int = -1
     mean_of: frozenset[Count] = frozenset()
-    replaced: dict[int, Parts] = {}
+    replaced: dict[int, GradientHandles] = {}
     losses: dict[Key, dict[int, dict[int, ChunkLoss]]] = {}
 
     @classmethod
@@ -156,7 +164,7 @@ class ShardState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 return PushOutcome(
                     refused=f"{push.chunks_in_all} chunks announced, of {len(self.versions)} that are here"
                 )
-            contribution = Contribution(push.chunks_in_all)
+            contribution = StagedContribution(push.chunks_in_all)
         if push.chunk in contribution.parts:
             return PushOutcome()
         if push.chunks_in_all != contribution.expected or contribution.is_whole():
@@ -198,13 +206,13 @@ class ShardState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """Return the actions for an entry, in order. Raises StoreError if the log contradicts this state."""
         self.applied += 1
         if isinstance(entry, Joined):
-            self.members[entry.worker] = Member(entry.incarnation, entry.clock)
+            self.members[entry.worker] = WorkerProgress(entry.incarnation, entry.clock)
             if self.consistency == "bsp":
                 self.steps = entry.clock
             return []
         if isinstance(entry, Combine):
             return self._combine(entry)
-        if isinstance(entry, Step):
+        if isinstance(entry, StepWithMean):
             return self._step(entry)
         if isinstance(entry, Apply):
             return self._apply(entry)
@@ -213,7 +221,7 @@ class ShardState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             return []
         return self._fence(entry)
 
-    def _take(self, worker: int, incarnation: int, iteration: int) -> Contribution:
+    def _take(self, worker: int, incarnation: int, iteration: int) -> StagedContribution:
         """Remove and return a contribution that the log counts. The actions then use and release its
         chunks."""
         member = self.members.get(worker)
@@ -223,7 +231,7 @@ class ShardState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             )
         member.clock = iteration + 1
         if not self.versions:
-            return Contribution(0)
+            return StagedContribution(0)
         contribution = self.staged.get((worker, incarnation), {}).pop(iteration, None)
         if contribution is None or not contribution.is_whole():
             raise StoreError(
@@ -254,11 +262,11 @@ class ShardState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         combine = CombineChunks(entry.iteration, taken, weight, samples, losses, basis, alike)
         return [combine, *_release(*(parts for _, parts in taken))]
 
-    def _step(self, entry: Step) -> list[Action]:
+    def _step(self, entry: StepWithMean) -> list[Action]:
         if entry.iteration != self.combined:
             raise StoreError(f"the log steps iteration {entry.iteration}, of which no mean is here")
         replaced = self.replaced.get(entry.editor, {})
-        edited: Parts = {}
+        edited: GradientHandles = {}
         for chunk in entry.edited:
             if chunk not in self.versions or not entry.accepted:
                 continue
@@ -357,7 +365,7 @@ class ShardState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         ]
 
 
-def _add(contribution: Contribution, worker: int, push: messages.Push, handle: int) -> PushOutcome:
+def _add(contribution: StagedContribution, worker: int, push: messages.Push, handle: int) -> PushOutcome:
     """Put a chunk that is not there yet, or a run of it, into a contribution.
 
     A group's ring only gets smaller, when a member dies. The members that are left cut the chunk into fewer
@@ -392,6 +400,6 @@ def _add(contribution: Contribution, worker: int, push: messages.Push, handle: i
     return PushOutcome(keep=True, staged=contribution.is_whole(), joins=joins, freed=freed)
 
 
-def _release(*parts: Parts) -> list[Action]:
+def _release(*parts: GradientHandles) -> list[Action]:
     handles = [handle for each in parts for handle, _ in each.values()]
     return [Release(handles)] if handles else []

@@ -12,7 +12,7 @@ from atoll.store.roll import Member, Roll
 RANKS = 2**17  # most workers
 
 
-class Workers:
+class RankedWorkers:
     """Workers by rank, of a run that begins with `count` of them.
 
     In a ring, the ranks are those below `count` until the ring is formed (`open`); otherwise any number may

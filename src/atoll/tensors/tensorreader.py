@@ -27,7 +27,7 @@ _MOST_BYTES = 2**62  # of one tensor: torch counts strides and bytes in 64 bits
 _KNOWN = {name: dtype for dtype, name in DTYPES.items()}
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """One tensor of a file, in the file's bytes `begin` to `end`."""
 
     dtype: torch.dtype
@@ -115,7 +115,7 @@ class TensorFile:
         self._fill(memoryview(head), 0)
         return bytes(head)
 
-    def _parsed(self, head: bytes) -> tuple[dict[str, Entry], dict[str, str]]:
+    def _parsed(self, head: bytes) -> tuple[dict[str, TensorEntry], dict[str, str]]:
         try:
             header = json.loads(head[_LENGTH:], object_pairs_hook=_without_twice)
             metadata = header.pop("__metadata__", {})
@@ -146,7 +146,7 @@ def read_lazily(path: Path) -> dict[str, LazyTensor]:
     return {name: file.lazy(name) for name in file.entries}
 
 
-def _entry(fields: Any, start: int) -> Entry:
+def _entry(fields: Any, start: int) -> TensorEntry:
     dtype, shape = _KNOWN[fields["dtype"]], fields["shape"]
     begin, end = fields["data_offsets"]
     if not all(type(number) is int and number >= 0 for number in [*shape, begin, end]):
@@ -156,7 +156,7 @@ def _entry(fields: Any, start: int) -> Entry:
     # A size of 0 must not hide others that are too large for a stride.
     if math.prod(max(1, size) for size in shape) * dtype.itemsize > _MOST_BYTES:
         raise ValueError("a shape of more bytes than any machine has")
-    return Entry(dtype, tuple(shape), start + begin, start + end)
+    return TensorEntry(dtype, tuple(shape), start + begin, start + end)
 
 
 def _without_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -188,14 +188,14 @@ class Applied(Message, frozen=True):
     """
 
     iteration: Count
-    parts: list[Part]
+    parts: list[AppliedContribution]
     digest: Name = ""  # of the global parameters after it, where it was made
     skipped: Text = ""
     unlike: Text = ""
     consumed: Weight = 0.0
 
 
-class Part(msgspec.Struct, frozen=True):
+class AppliedContribution(msgspec.Struct, frozen=True):
     """An applied contribution: its node, and the values that the node gave with it."""
 
     node: Count
@@ -330,7 +330,7 @@ class Resumed(Message, frozen=True):
     incarnation: Count
 
 
-class Told(Message, frozen=True):
+class Notice(Message, frozen=True, tag="Told"):
     """A decision with its reason (core.events.Decided), or with `choice` empty a warning: `reason` alone."""
 
     what: Name
@@ -380,7 +380,7 @@ class Failed(Message, frozen=True):
 
 DeviceMessage: TypeAlias = Union[
     Begin, Listening, Introduce, SetUp, Ready, Contribute, Freed, Applied, Published, Release, Want, Waiting,
-    Meet, Met, WantState, State, CaptureAt, Captured, Members, LeftOut, Awake, Returned, Resumed, Told,
+    Meet, Met, WantState, State, CaptureAt, Captured, Members, LeftOut, Awake, Returned, Resumed, Notice,
     Figures, Leave, Left, Failed,
 ]  # fmt: skip
 

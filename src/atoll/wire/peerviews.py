@@ -33,11 +33,11 @@ class Ballot(NamedTuple):
     node: Count
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class ViewStruct(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Base of the parts of these messages."""
 
 
-class Member(Part, frozen=True):
+class ViewMember(ViewStruct, frozen=True):
     """A node's place in a view: its contributions count from iteration `first` on.
 
     For a member, the view began with its contributions below `held` and its parts of meetings below
@@ -55,10 +55,10 @@ class Member(Part, frozen=True):
     token: Name = ""
 
 
-Members: TypeAlias = Annotated[tuple[Member, ...], Meta(max_length=NODES)]
+ViewMembers: TypeAlias = Annotated[tuple[ViewMember, ...], Meta(max_length=NODES)]
 
 
-class View(Part, frozen=True):
+class View(ViewStruct, frozen=True):
     """`members` in node order, one of each node; `removed` are those whose contributions below their cuts
     some member may still lack; `last` is the highest incarnation that each node has ever had.
 
@@ -67,12 +67,12 @@ class View(Part, frozen=True):
 
     founding: Count
     number: Count
-    members: Members
-    removed: Members = ()
+    members: ViewMembers
+    removed: ViewMembers = ()
     last: Annotated[dict[Count, Count], Meta(max_length=NODES)] = {}
 
 
-class Held(Part, frozen=True):
+class Held(ViewStruct, frozen=True):
     """All contributions of `life` below `iterations`, and its parts of meetings below `meetings`."""
 
     life: Life
@@ -80,7 +80,7 @@ class Held(Part, frozen=True):
     meetings: Count = 0
 
 
-class Report(Part, frozen=True):
+class Report(ViewStruct, frozen=True):
     """A member's progress in view number `view`: the `iteration` it contributes to next, the numbers of
     iterations `applied` and of meetings `met`, and what it holds whole or has applied (`held`), of all
     members and removed ones of that view."""

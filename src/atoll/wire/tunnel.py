@@ -57,7 +57,7 @@ class LinkLost(Message, frozen=True):
     reason: Text
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class TunnelEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A message. `payload` is in here, or `apart`: it is a transfer of its own, of `size` bytes, whose
     iteration is the message's number; both are None and 0 where there is none."""
 
@@ -73,7 +73,7 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
     first: Count
     taken: Count
-    entries: Annotated[list[Entry], Meta(max_length=WINDOW_MESSAGES)]
+    entries: Annotated[list[TunnelEntry], Meta(max_length=WINDOW_MESSAGES)]
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -28,7 +28,7 @@ from atoll.train.api.pace import Pace
 from atoll.train.api.place import Group, Place, Seat, is_first
 from atoll.train.api.records import Records
 from atoll.train.checkpoint.resume import TrainingState
-from atoll.train.data.sources import DealtData, LeasedData, NodesData, Source
+from atoll.train.data.sources import DealtData, LeasedData, NodesData, SamplerSource
 from atoll.train.gradients.memory import Around, ServedTiers, Tiers, by_itself
 from atoll.train.group.hierarchy import Hierarchy
 from atoll.train.group.inner import AnyRing, InnerRing, Replicas
@@ -58,7 +58,7 @@ from atoll.train.sync.strategies import Alone, OverRing, Served, Strategy, excha
 
 # A worker's membership in its run: with shards, in a ring at a hub, as a node's device; None: by torchrun, or
 # alone.
-Member: TypeAlias = Service | HubRing | NodeWorker | None
+RunMembership: TypeAlias = Service | HubRing | NodeWorker | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ class Runtime:
     records: Records
     meter: Meter
     strategy: Strategy
-    source: Source
+    source: SamplerSource
     make_tiers: Callable[[Memory, int], Tiers]
     tell_of_start: Callable[[], None]
     own_group: Callable[[], Group]
@@ -119,7 +119,7 @@ class Runtime:
     ring: Ring | None = None
     group_ring: Ring | None = None
     regrouping: Regrouping | None = None
-    member: Member = None
+    member: RunMembership = None
     hub: HubClient | None = None
     figures: Callable[[], dict[str, Any]] = dict
     staleness: Callable[[], float | None] = lambda: None
@@ -150,7 +150,7 @@ class Runtime:
         return None if memory is None else self.make_tiers(memory, number)
 
 
-def compose(config: Config, place: Place, member: Member) -> Runtime:
+def compose(config: Config, place: Place, member: RunMembership) -> Runtime:
     """Make the objects of a session.
 
     Raises ConfigError for more groups than the run has workers, and the errors of the meeting of a ring.
@@ -363,7 +363,7 @@ def _with_shards(config: Config, place: Place, device: torch.device, service: Se
         # The shards know groups, but not the groups' members.
         return state.world if together or ring is not None else service.members or state.world
 
-    source: Source = DealtData(state)
+    source: SamplerSource = DealtData(state)
     if not together:
         # In ssp, and at a site, others may wait for this worker to go on, so it must not wait for data.
         waits = config.sync.consistency == "asp" and not service.site

@@ -14,7 +14,7 @@ from atoll.train.group.rounds import MOVING, Regrouped, Ring
 from atoll.train.members.attendance import Attendance
 from atoll.train.sync.peersworker import NodeWorker
 from atoll.train.sync.uplink import Speaker
-from atoll.wire.device import Members, Told
+from atoll.wire.device import Members, Notice
 from atoll.wire.messages import Grouped
 
 
@@ -99,7 +99,7 @@ class NodeNews:
     def __init__(self, node: NodeWorker, records: Records) -> None:
         self._node, self._records = node, records
         self._members = list(node.members)
-        node.on(Told, self._handle_told)
+        node.on(Notice, self._handle_told)
         node.on(Members, self._handle_members)
 
     def begin(self, config: Config) -> None:
@@ -121,7 +121,7 @@ class NodeNews:
         """True if this node prints the lines that all nodes know."""
         return self._node.node == min(self._node.members, default=self._node.node)
 
-    def _handle_told(self, message: Told) -> None:
+    def _handle_told(self, message: Notice) -> None:
         if message.choice:
             kind = events.RoundSeen if message.what.startswith(_OFTEN) else events.Decided
             self._records.decided_here(kind, message.what, message.choice, message.reason)

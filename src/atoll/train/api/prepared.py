@@ -46,7 +46,7 @@ from atoll.train.gradients.forwards import BesideCompiled, ForwardHooks
 from atoll.train.gradients.memory import Tiers
 from atoll.train.gradients.othersteps import OtherSteps
 from atoll.train.gradients.reducer import Calls, Clipping
-from atoll.train.gradients.samples import Contribution, SampleCount, Seen
+from atoll.train.gradients.samples import ContributionWeight, SampleCount, SeenSamples
 from atoll.train.gradients.syncnorm import check_sync_batch_norm
 from atoll.train.gradients.whole import Whole
 from atoll.train.members.workers import Workers
@@ -71,7 +71,7 @@ class Batches(Protocol):
     def forward(self) -> None:
         """Note that the model is given a batch."""
 
-    def count(self, seen: Seen) -> tuple[float | None, str]:
+    def count(self, seen: SeenSamples) -> tuple[float | None, str]:
         """Count a batch that backward has reached.
 
         Returns its number of samples (None: unknown), and how certain that number is (core/weighing.py).
@@ -361,7 +361,7 @@ class Prepared:
                     "it before"
                 )
 
-    def _backward_reaches(self, seen: Seen | None) -> None:
+    def _backward_reaches(self, seen: SeenSamples | None) -> None:
         self._reached_in = self._backward.number
         backward = backward_under_way()
         self.reducer.reached(backward)
@@ -380,7 +380,7 @@ class Prepared:
                 self.samples.missed()
         self._backward.arm()
 
-    def _committed(self, own: Contribution, _group_samples: float) -> None:
+    def _committed(self, own: ContributionWeight, _group_samples: float) -> None:
         self.own_samples += own.samples
         if self._others:  # other workers compare the scale
             forget_scale(self.optimizer)

@@ -27,7 +27,7 @@ from atoll.core.memory import Memory
 from atoll.observe.failing import say_leaving
 from atoll.train.api.checkpoints import Checkpoints
 from atoll.train.api.collectives import Collectives
-from atoll.train.api.compose import Member, compose
+from atoll.train.api.compose import RunMembership, compose
 from atoll.train.api.leaving import Leaving
 from atoll.train.api.maskcheck import MaskCheck
 from atoll.train.api.models import Models
@@ -56,7 +56,7 @@ class Session:
         self,
         config: Config,
         place: Place,
-        member: Member = None,
+        member: RunMembership = None,
         given: Mapping[str, str] | None = None,
     ) -> None:
         """Take part in a run. `given` maps configuration keys to their sources, for a warning about keys

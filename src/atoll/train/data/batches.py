@@ -7,7 +7,7 @@ from atoll.core.weighing import GUESSED, KNOWN, NONE
 from atoll.train.checkpoint.resume import AnySampler, TrainingState
 from atoll.train.data.leased_sampler import LeasedSampler
 from atoll.train.data.passes import Passes
-from atoll.train.gradients.samples import Seen
+from atoll.train.gradients.samples import SeenSamples
 
 
 class SampledBatches:
@@ -32,7 +32,7 @@ class SampledBatches:
     def forward(self) -> None:
         self._passes.forward()
 
-    def count(self, seen: Seen) -> tuple[float | None, str]:
+    def count(self, seen: SeenSamples) -> tuple[float | None, str]:
         samples, certain, sampler = seen.samples, seen.confirms, self._sampling
         self._passes.trains()
         if samples is None:
@@ -66,7 +66,7 @@ class OtherBatches:
     def forward(self) -> None:
         self._passes.forward()
 
-    def count(self, seen: Seen) -> tuple[float | None, str]:
+    def count(self, seen: SeenSamples) -> tuple[float | None, str]:
         if seen.samples is None:
             return None, NONE
         return seen.samples, KNOWN if seen.confirms else GUESSED

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import RunError
-from atoll.train.data.runs import Item, Run, cut, kept, merged, positions, singles, ticks_of
+from atoll.train.data.runs import Item, SampleRange, cut, kept, merged, positions, singles, ticks_of
 from atoll.train.data.shares import Shares
 
 Tick: TypeAlias = list[Item]  # the samples of one member in one tick; empty: a fill, a sample of weight 0
 
 
 @dataclass(frozen=True)
-class Place:
+class DealPosition:
     """A member's place in a deal.
 
     Attributes:
@@ -64,7 +64,7 @@ class Deal:
 
     def __init__(
         self,
-        runs: Iterable[Run],
+        runs: Iterable[SampleRange],
         held: Sequence[Sequence[Tick]],
         batch: int = 0,
         drop_last: bool = False,
@@ -72,7 +72,7 @@ class Deal:
         shares: Shares | None = None,
     ) -> None:
         self._shares = shares
-        self.runs: list[Run] = [run for run in runs if run[1] < run[2]]
+        self.runs: list[SampleRange] = [run for run in runs if run[1] < run[2]]
         self.held = [list(ticks) for ticks in held]
         self.batch, self.drop_last, self.ended = batch, drop_last, ended
         self.world = len(self.held)
@@ -142,11 +142,13 @@ class Deal:
         raise IndexError(slot)
 
     @property
-    def over(self) -> list[Run]:
+    def over(self) -> list[SampleRange]:
         """The runs that no tick takes because the epoch has `ended`; the next epoch begins with them."""
         return cut(self.runs, self._taken)[1] if self.ended else []
 
-    def left(self, places: Sequence[Place], given: bool = True, absent: Collection[int] = ()) -> list[Run]:
+    def left(
+        self, places: Sequence[DealPosition], given: bool = True, absent: Collection[int] = ()
+    ) -> list[SampleRange]:
         """Return the runs that are still to be dealt if only the members at `places` live.
 
         Two kinds of ticks are not dealt again: those that the living were given (without `given`, only those
@@ -169,6 +171,6 @@ class Deal:
             back += [item for tick in held[gone:] for item in tick]
         return merged([*kept(self.runs, keep), *singles(back)])
 
-    def in_hand(self, place: Place) -> list[Tick]:
+    def in_hand(self, place: DealPosition) -> list[Tick]:
         """Return the ticks that a member was given and has not committed. It trains on them in any case."""
         return [self.tick(place.rank, tick) for tick in range(place.committed, place.given)]

@@ -12,8 +12,8 @@ from torch.utils.data import Sampler
 
 from atoll.core.errors import CheckpointError, RunError
 from atoll.train.data.given import GivenIndices
-from atoll.train.data.order import Order
-from atoll.train.data.runs import Run, cut, joined, merged, positions, without
+from atoll.train.data.order import SampleOrder
+from atoll.train.data.runs import SampleRange, cut, joined, merged, positions, without
 from atoll.wire.messages import Leased, Used
 
 FIRST_LEASE = 32  # samples in a lease until a batch has been seen
@@ -89,7 +89,7 @@ class LeasedSampler(Sampler[int]):
             on_index: called with the sampler before each index.
             mixes: called with a warning when samples of an earlier epoch come in the loop of a later one.
         """
-        self._samples = Samples(Order(dataset, seed, shuffle))
+        self._samples = Samples(SampleOrder(dataset, seed, shuffle))
         self._leasing = Leasing(self._samples, lease, number, lease_size)
         self._workers = max(1, workers)
         self._wait, self._on_index, self._mixes = wait, on_index, mixes
@@ -150,7 +150,7 @@ class LeasedSampler(Sampler[int]):
             self._samples.note_used(run)
         return self._named(runs)
 
-    def _named(self, runs: Iterable[Run]) -> list[Used]:
+    def _named(self, runs: Iterable[SampleRange]) -> list[Used]:
         key = self._leasing.key
         return [Used(sampler=key, epoch=epoch, start=start, stop=stop) for epoch, start, stop in runs]
 
@@ -360,7 +360,7 @@ class LeasedSampler(Sampler[int]):
         self.given = self._reported = 0
         self._taken.begin()
 
-    def _take_consumed(self) -> list[Run]:
+    def _take_consumed(self) -> list[SampleRange]:
         """Remove from the hand the samples consumed since the last call; return their runs without fills."""
         count = self._taken.used(self.given) - self._reported
         self._reported += count
@@ -376,10 +376,10 @@ class InHand:
     """
 
     def __init__(self) -> None:
-        self.runs: list[Run] = []
-        self.seen: list[Run] = []
+        self.runs: list[SampleRange] = []
+        self.seen: list[SampleRange] = []
 
-    def hold(self, run: Run) -> None:
+    def hold(self, run: SampleRange) -> None:
         """Add a run that was given."""
         if self.runs and self.runs[-1][0] == run[0] and self.runs[-1][2] == run[1]:
             run = (run[0], self.runs.pop()[1], run[2])
@@ -394,12 +394,12 @@ class InHand:
         among = cut(cut(self.runs, first)[1], count)[0]
         return positions(run for run in among if run[0] < 0)
 
-    def take(self, count: int) -> list[Run]:
+    def take(self, count: int) -> list[SampleRange]:
         """Remove the first `count` samples; return their runs without fills."""
         taken, self.runs = cut(self.runs, count)
         return [run for run in taken if run[0] >= 0]
 
-    def take_seen(self) -> list[Run]:
+    def take_seen(self) -> list[SampleRange]:
         """Remove and return the runs of earlier iterations."""
         seen, self.seen = self.seen, []
         return seen
@@ -409,7 +409,7 @@ class Samples:
     """The samples of each epoch that were used: before the loaded checkpoint was saved, and by this worker
     since."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: SampleOrder) -> None:
         self.order = order
         self._done: Ranges = {}  # used before the load, by epoch
         self._used: Ranges = {}  # used by this worker since, by epoch
@@ -429,7 +429,7 @@ class Samples:
             for start, stop in parts
         ]
 
-    def load(self, state: Mapping[str, Any], done: Iterable[Run]) -> None:
+    def load(self, state: Mapping[str, Any], done: Iterable[SampleRange]) -> None:
         """Load a checkpoint, before which the runs `done` were used."""
         self.order.load(state)
         self._done, self._used = {}, {}
@@ -461,7 +461,7 @@ class Samples:
             self._left[epoch] = indices, places
         return self._left[epoch]
 
-    def note_used(self, run: Run) -> None:
+    def note_used(self, run: SampleRange) -> None:
         """Record that a leased run was used."""
         epoch, start, stop = run
         places = self.left(epoch)[1]
@@ -482,7 +482,7 @@ class Leasing:
 
     def __init__(self, samples: Samples, lease: Lessor, number: int, size: int) -> None:
         self._samples, self._lease, self._number, self._size = samples, lease, number, size
-        self.queue: deque[Run] = deque()
+        self.queue: deque[SampleRange] = deque()
         self.loads = 0
 
     @property
@@ -562,6 +562,6 @@ def _filling(epoch: int) -> int:
     return -1 - epoch
 
 
-def _run(numbers: Sequence[int]) -> Run:
+def _run(numbers: Sequence[int]) -> SampleRange:
     epoch, start, stop = numbers
     return epoch, start, stop

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import CheckpointError, UserError
-from atoll.train.data.runs import Run
+from atoll.train.data.runs import SampleRange
 
 
-class Order:
+class SampleOrder:
     """The order of a dataset's `length` samples in each epoch.
 
     It is a permutation drawn from `seed` plus the epoch's number, or without `shuffle` the dataset's own
@@ -46,13 +46,13 @@ class Order:
         """Forget the permutations of all epochs but `epochs`."""
         self._drawn = {epoch: order for epoch, order in self._drawn.items() if epoch in epochs}
 
-    def whole(self, epoch: int) -> list[Run]:
+    def whole(self, epoch: int) -> list[SampleRange]:
         """Return the runs of a whole epoch."""
         return [(epoch, 0, self.length)] if self.length else []
 
     # -- saved places -------------------------------------------------------------------------------------
 
-    def saved(self, left: Sequence[Run], epoch: int) -> dict[str, Any]:
+    def saved(self, left: Sequence[SampleRange], epoch: int) -> dict[str, Any]:
         """Return the state of a sampler that has `left` to deal in `epoch`."""
         left, offset = list(left), self.length
         if left and left[-1][0] == epoch and left[-1][2] == self.length:
@@ -115,9 +115,9 @@ class Order:
         self._drawn.clear()
 
 
-def left_in(state: Mapping[str, Any]) -> list[Run]:
-    """Return the runs left to deal in a state of `Order.saved`."""
-    runs: list[Run] = [(e, start, stop) for e, start, stop in state.get("left", [])]
+def left_in(state: Mapping[str, Any]) -> list[SampleRange]:
+    """Return the runs left to deal in a state of `SampleOrder.saved`."""
+    runs: list[SampleRange] = [(e, start, stop) for e, start, stop in state.get("left", [])]
     return [*runs, (state["epoch"], state["offset"], state["length"])]
 
 

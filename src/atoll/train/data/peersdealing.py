@@ -18,7 +18,7 @@ import msgspec
 
 from atoll.core.decoding import converted
 from atoll.core.errors import UserError
-from atoll.train.data.runs import Item, Run, cut, items_of, merged, positions, singles, ticks_of
+from atoll.train.data.runs import Item, SampleRange, cut, items_of, merged, positions, singles, ticks_of
 from atoll.train.data.shares import split
 
 BLOCK = 16  # ticks that are dealt by one set of weights
@@ -45,7 +45,7 @@ class Dealt(msgspec.Struct, frozen=True):
     """
 
     tick: int
-    runs: list[Run]
+    runs: list[SampleRange]
     parts: dict[int, int]
 
     def part_of(self, node: int) -> list[Item]:
@@ -69,7 +69,7 @@ class DealState(msgspec.Struct):
         nodes: the nodes with which the deal began.
     """
 
-    pool: list[Run]
+    pool: list[SampleRange]
     next: int
     used: int
     made: list[tuple[int, int]]
@@ -90,7 +90,7 @@ class PeerDeal:
 
     def __init__(
         self,
-        runs: Iterable[Run],
+        runs: Iterable[SampleRange],
         batch: int,
         nodes: Sequence[int],
         stale_max: int,
@@ -102,7 +102,7 @@ class PeerDeal:
         self._nodes = sorted(nodes)
         self.begin(runs)
 
-    def begin(self, runs: Iterable[Run]) -> None:
+    def begin(self, runs: Iterable[SampleRange]) -> None:
         """Deal `runs` as at the beginning, and forget reported iterations.
 
         After a load of an earlier checkpoint, their numbers belong to other iterations.
@@ -152,7 +152,7 @@ class PeerDeal:
         """The number of ticks that the present pool still gives."""
         return ticks_of(positions(self._state.pool), self.batch, drop_last=self._drop_last)
 
-    def left(self) -> list[Run]:
+    def left(self) -> list[SampleRange]:
         """Return the samples on which no contribution has trained once all iterations are applied.
 
         These are the pool, samples dealt and not used, and samples dealt to absent nodes.
@@ -162,7 +162,7 @@ class PeerDeal:
         unused = [run for each in state.dealt if each.tick >= state.used for run in each.runs]
         return merged([*state.pool, *missed, *unused])
 
-    def again(self, runs: Iterable[Run], *, carry: bool = True) -> list[Run]:
+    def again(self, runs: Iterable[SampleRange], *, carry: bool = True) -> list[SampleRange]:
         """Deal `runs` next, and with `carry` the rest of the pool before them; return the new pool.
 
         Samples dealt and not used are forgotten.
@@ -226,12 +226,12 @@ class PeerDeal:
             state.pool = merged([*state.pool, *missed])
         state.judged = max(state.judged, until)
 
-    def _missed(self, until: int) -> list[Run]:
+    def _missed(self, until: int) -> list[SampleRange]:
         """Return the samples dealt to absent nodes, in iterations up to `until` that were not judged yet."""
         state = self._state
         present = {fact.iteration: fact.paces.keys() for fact in state.facts}
         begin = 0
-        back: list[Run] = []
+        back: list[SampleRange] = []
         for iteration, ticks in state.made:
             if state.judged < iteration <= until and iteration in present:
                 for each in state.dealt:

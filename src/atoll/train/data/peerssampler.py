@@ -16,9 +16,9 @@ from torch.utils.data import Sampler
 from atoll.core.decoding import converted
 from atoll.core.errors import CheckpointError, UserError
 from atoll.train.data.given import GivenBatches
-from atoll.train.data.order import Order, left_in
+from atoll.train.data.order import SampleOrder, left_in
 from atoll.train.data.peersdealing import PeerDeal
-from atoll.train.data.runs import Item, Run
+from atoll.train.data.runs import Item, SampleRange
 from atoll.train.data.sampler import ShardedSampler
 
 
@@ -171,7 +171,7 @@ class PeerBatches(Sampler[list[int]]):
         if ahead is not None and ahead < 0:
             raise UserError(f"session.batches with ahead={ahead}: batches fetched ahead are 0 or more")
         self.shuffle, self.drop_last = shuffle, drop_last
-        self._order = Order(dataset, seed, shuffle)
+        self._order = SampleOrder(dataset, seed, shuffle)
         self._node, self._iteration, self._on_index, self._asked = node, iteration, on_index, asked
         self._device, self._devices = device, devices
         self._epoch = 0
@@ -324,7 +324,7 @@ class PeerBatches(Sampler[list[int]]):
         self.check_state(state)
         try:
             PeerDeal([], 1, [self._node], 0).load(state["deal"])
-            converted(state["start"], list[Run])
+            converted(state["start"], list[SampleRange])
         except (KeyError, msgspec.ValidationError) as error:
             raise CheckpointError(f"the sampler's deal is none: {error}") from None
 

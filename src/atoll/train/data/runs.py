@@ -12,16 +12,18 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-Run: TypeAlias = tuple[int, int, int]  # an epoch, and its positions from the second to the third (exclusive)
+SampleRange: TypeAlias = tuple[
+    int, int, int
+]  # an epoch, and its positions from the second to the third (exclusive)
 Item: TypeAlias = tuple[int, int]  # an epoch, and a position in its order
 
 
-def joined(runs: Iterable[Run]) -> list[Run]:
+def joined(runs: Iterable[SampleRange]) -> list[SampleRange]:
     """Return the runs in their order, and join a run that begins within or right behind the one before it.
 
     Runs of epochs below 0, which are fills, are never joined.
     """
-    found: list[Run] = []
+    found: list[SampleRange] = []
     for epoch, start, stop in runs:
         same = bool(found) and found[-1][0] == epoch >= 0
         if same and found[-1][1] <= start <= found[-1][2]:
@@ -31,12 +33,12 @@ def joined(runs: Iterable[Run]) -> list[Run]:
     return found
 
 
-def merged(runs: Iterable[Run]) -> list[Run]:
+def merged(runs: Iterable[SampleRange]) -> list[SampleRange]:
     """Return the runs in the order of their positions, each position once."""
     return joined(sorted(runs))
 
 
-def positions(runs: Iterable[Run]) -> int:
+def positions(runs: Iterable[SampleRange]) -> int:
     """Return the number of positions in `runs`."""
     return sum(stop - start for _, start, stop in runs)
 
@@ -46,10 +48,10 @@ def ticks_of(count: int, batch: int, *, drop_last: bool) -> int:
     return count // batch if drop_last else -(-count // batch)
 
 
-def cut(runs: Iterable[Run], count: int) -> tuple[list[Run], list[Run]]:
+def cut(runs: Iterable[SampleRange], count: int) -> tuple[list[SampleRange], list[SampleRange]]:
     """Split `runs` into the first `count` positions and the rest."""
-    first: list[Run] = []
-    rest: list[Run] = []
+    first: list[SampleRange] = []
+    rest: list[SampleRange] = []
     for epoch, start, stop in runs:
         middle = start + min(count, stop - start)
         count -= middle - start
@@ -60,7 +62,7 @@ def cut(runs: Iterable[Run], count: int) -> tuple[list[Run], list[Run]]:
     return first, rest
 
 
-def without(runs: Iterable[Run], parts: Iterable[Run]) -> list[Run]:
+def without(runs: Iterable[SampleRange], parts: Iterable[SampleRange]) -> list[SampleRange]:
     """Return the positions of `runs` that are in none of `parts`."""
     left, gone = [], merged(parts)
     for epoch, start, end in runs:
@@ -73,17 +75,17 @@ def without(runs: Iterable[Run], parts: Iterable[Run]) -> list[Run]:
     return left
 
 
-def items_of(runs: Iterable[Run]) -> list[Item]:
+def items_of(runs: Iterable[SampleRange]) -> list[Item]:
     """Return the positions in `runs`, one after the other."""
     return [(epoch, position) for epoch, start, stop in runs for position in range(start, stop)]
 
 
-def singles(items: Iterable[Item]) -> list[Run]:
+def singles(items: Iterable[Item]) -> list[SampleRange]:
     """Return runs of one position each."""
     return [(epoch, position, position + 1) for epoch, position in items]
 
 
-def kept(runs: Iterable[Run], keep: Tensor) -> Iterator[Run]:
+def kept(runs: Iterable[SampleRange], keep: Tensor) -> Iterator[SampleRange]:
     """Yield the positions that are kept, as runs.
 
     Args:

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from atoll.core.errors import CheckpointError, RunError, UserError
-from atoll.train.data.dealing import Deal, Place, Tick
+from atoll.train.data.dealing import Deal, DealPosition, Tick
 from atoll.train.data.given import Given, GivenBatches, GivenIndices
-from atoll.train.data.order import Order, left_in
-from atoll.train.data.runs import Run, cut, merged
+from atoll.train.data.order import SampleOrder, left_in
+from atoll.train.data.runs import SampleRange, cut, merged
 from atoll.train.data.shares import Shares
 
 _AT_ONCE = 4096  # ticks that are looked up together
@@ -95,7 +95,7 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
         self._before_last = 0  # ticks of whole iterations without the last one
         self._before = 0  # ticks of this iteration in earlier deals
         self._comeback = Comeback()
-        self._order = Order(dataset, seed, shuffle)
+        self._order = SampleOrder(dataset, seed, shuffle)
         self._epoch = 0
         self._whole = False  # True once the iteration has given its last tick
         self._iterating = 0  # number of the active iteration; 0: none
@@ -341,7 +341,7 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
     # Inside
 
     def _deal_of(
-        self, runs: Sequence[Run], held: Sequence[Sequence[Tick]] | None = None, ended: bool = False
+        self, runs: Sequence[SampleRange], held: Sequence[Sequence[Tick]] | None = None, ended: bool = False
     ) -> Deal:
         held = [[]] * self.world if held is None else held
         return Deal(runs, held, self._batch, self.drop_last, ended, self._shares)
@@ -357,7 +357,7 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
         self._taken.begin()
 
     def _begin(self, epoch: int) -> None:
-        over: list[Run] = self._deal.over
+        over: list[SampleRange] = self._deal.over
         self._epoch = epoch
         self._set_deal(self._deal_of(merged([*over, *self._order.whole(self._epoch)])))
 
@@ -468,6 +468,6 @@ _MOST_WORKERS = 4096
 _FIELDS = ("rank", "given", "used", "committed", "before_last")
 
 
-def _place(place: Mapping[str, Any]) -> Place:
+def _place(place: Mapping[str, Any]) -> DealPosition:
     numbers = {field: int(place[field]) for field in _FIELDS}
-    return Place(**numbers, ended=bool(place["ended"]))
+    return DealPosition(**numbers, ended=bool(place["ended"]))

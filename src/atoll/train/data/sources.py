@@ -20,7 +20,7 @@ OnIndex = Callable[[AnySampler], None]
 Arguments = Mapping[str, Any]  # seed, shuffle and drop_last
 
 
-class Source(Protocol):
+class SamplerSource(Protocol):
     """The maker of this worker's samplers, which it adds to the session's state.
 
     `on_index` is called with a sampler before each index that it gives.

@@ -21,11 +21,11 @@ from atoll.core.weighing import GUESSED, KNOWN, Certainty, beyond, counted, coun
 from atoll.core.weighing import SAID as SAID_OF_WEIGHT
 from atoll.tensors.binding import BoundChunk
 from atoll.train.checkpoint.buffers import ModelBuffers
-from atoll.train.gradients.alike import SAID, Treatments, Word, are_alike, refuse_unlike
+from atoll.train.gradients.alike import SAID, TreatmentReport, Treatments, are_alike, refuse_unlike
 from atoll.train.gradients.messages import HEAD
 from atoll.train.gradients.reducer import Calls
-from atoll.train.gradients.samples import Contribution
-from atoll.train.gradients.sums import Owner
+from atoll.train.gradients.samples import ContributionWeight
+from atoll.train.gradients.sums import SummedReducer
 from atoll.train.group.inner import AnyRing
 from atoll.train.group.ringbytes import gather_bytes
 
@@ -39,7 +39,7 @@ class Ballot:
     mean differently. A weight far beyond the others' is refused too.
     """
 
-    def __init__(self, ring: AnyRing, owner: Owner, calls: Calls, treatments: Treatments) -> None:
+    def __init__(self, ring: AnyRing, owner: SummedReducer, calls: Calls, treatments: Treatments) -> None:
         self._ring, self._owner, self._calls = ring, owner, calls
         self._buffers, self._treatments = calls.buffers, treatments
         self._epochs = ComparedEpochs(calls.epochs_mixed)
@@ -50,7 +50,7 @@ class Ballot:
 
     def said(
         self,
-        own: Contribution,
+        own: ContributionWeight,
         bounds: Sequence[BoundChunk],
         dirty: Sequence[float] = (),
         *,
@@ -89,7 +89,7 @@ class Ballot:
         return summed
 
     def agreed(
-        self, own: Contribution, summed: list[float], bounds: Sequence[BoundChunk], messages: int = 0
+        self, own: ContributionWeight, summed: list[float], bounds: Sequence[BoundChunk], messages: int = 0
     ) -> Agreement:
         """Return the Agreement that the sum of all members' reports gives. An iteration is whole once all
         have reported.
@@ -139,12 +139,12 @@ class Ballot:
             what: what the members compare, for the message of a deadline.
             stand: this worker's place in its script, if places are compared too.
         """
-        own, ring = Word(self._treatments.latest, stand), self._ring
+        own, ring = TreatmentReport(self._treatments.latest, stand), self._ring
         said = gather_bytes(ring.agreement, msgspec.msgpack.encode(own), what)
         names = [ring.place.name_of(rank) for rank in range(ring.world)]
-        return refuse_unlike([from_msgpack(one, Word) for one in said], names)
+        return refuse_unlike([from_msgpack(one, TreatmentReport) for one in said], names)
 
-    def tell_beside(self, own: Contribution, agreed: Agreement) -> None:
+    def tell_beside(self, own: ContributionWeight, agreed: Agreement) -> None:
         """Exchange the data that has no room in an agreement (see the function `tell_beside`). A
         collective."""
         agreed.beside = tell_beside(
@@ -205,7 +205,7 @@ _NOTHING = Beside({})
 
 def tell_beside(
     ring: AnyRing,
-    own: Contribution,
+    own: ContributionWeight,
     certainty: Certainty,
     buffers: ModelBuffers | None,
     summed: Sequence[float],
@@ -247,7 +247,7 @@ def tell_beside(
     return Beside(words, (changed, packed))
 
 
-def refuse_beyond(ring: AnyRing, own: Contribution, certainty: Certainty, steps: int) -> None:
+def refuse_beyond(ring: AnyRing, own: ContributionWeight, certainty: Certainty, steps: int) -> None:
     """Raise UserError on every worker if one worker's weight is far beyond the others'.
 
     The workers compare each weight, in a collective, only if the sums in `certainty` give reason to.
@@ -257,7 +257,7 @@ def refuse_beyond(ring: AnyRing, own: Contribution, certainty: Certainty, steps:
     mine = struct.pack("<3d", own.weight, own.samples, own.alike)
     said = gather_bytes(ring.agreement, mine, f"the workers' weights in iteration {steps}")
     weighed = {
-        ring.place.name_of(rank): Contribution(weight, samples, KNOWN, alike)
+        ring.place.name_of(rank): ContributionWeight(weight, samples, KNOWN, alike)
         for rank, (weight, samples, alike) in enumerate(struct.unpack("<3d", each) for each in said)
     }
     for worker, excess in beyond(weighed).items():
@@ -327,7 +327,7 @@ class Agreement:
         return self.certainty.workers if alike else self.weight
 
     @property
-    def contribution(self) -> Contribution:
+    def contribution(self) -> ContributionWeight:
         """The joint contribution of all workers of the ring."""
         basis = KNOWN if self.certainty.certain else GUESSED
-        return Contribution(self.weight, self.samples, basis, self.certainty.workers)
+        return ContributionWeight(self.weight, self.samples, basis, self.certainty.workers)

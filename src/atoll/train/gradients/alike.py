@@ -129,7 +129,7 @@ def are_alike(summed: Sequence[float]) -> bool:
     return {0.0, known}.issuperset(counts)
 
 
-class Word(msgspec.Struct, frozen=True, array_like=True):
+class TreatmentReport(msgspec.Struct, frozen=True, array_like=True):
     """One worker's treatment of the last mean, and its place in its script. Workers send it if their
     treatments differ.
 
@@ -142,7 +142,7 @@ class Word(msgspec.Struct, frozen=True, array_like=True):
     stand: Stand | None = None
 
 
-def refuse_unlike(words: Sequence[Word], names: Sequence[int]) -> str:
+def refuse_unlike(words: Sequence[TreatmentReport], names: Sequence[int]) -> str:
     """Raise the error for workers whose treatments or dealt epochs differ.
 
     Returns the warning of `mixed_epochs`; "" for none. Raises MismatchError if workers train on batches of

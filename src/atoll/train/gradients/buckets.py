@@ -12,18 +12,18 @@ from torch import Tensor
 from atoll.core.errors import RunError
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.gradienthooks import after_gradient
-from atoll.train.gradients.messages import ChunkGradients, Message
-from atoll.train.gradients.sums import Gradients, Owner
+from atoll.train.gradients.messages import Bucket, BucketChunk
+from atoll.train.gradients.sums import OwnGradients, SummedReducer
 
 
-class Buckets(Gradients):
+class Buckets(OwnGradients):
     """Gradients on their way to others: collected in messages, each of which leaves when it is complete.
 
     Messages leave in `order`, which is equal on every worker. The last `_held_back` messages of an iteration
     wait for the end of backward.
     """
 
-    def __init__(self, owner: Owner, order: list[Message], nodes: Sequence[Any]) -> None:
+    def __init__(self, owner: SummedReducer, order: list[Bucket], nodes: Sequence[Any]) -> None:
         self._owner, self.order = owner, order
         self.chunks = {c.bound.chunk.id: c for message in order for c in message.chunks}
         self._held_back = 0
@@ -43,16 +43,16 @@ class Buckets(Gradients):
         comes."""
 
     @abstractmethod
-    def _leave(self, message: Message) -> None:
+    def _leave(self, message: Bucket) -> None:
         """Begin to send a message whose gradients have all come."""
 
     @property
-    def rest(self) -> list[Message]:
+    def rest(self) -> list[Bucket]:
         """The messages that have yet to leave."""
         return self.order[self._left :]
 
     @property
-    def in_order(self) -> list[ChunkGradients]:
+    def in_order(self) -> list[BucketChunk]:
         """The chunks in the order in which they leave."""
         return [chunk for message in self.order for chunk in message.chunks]
 
@@ -88,7 +88,7 @@ class Buckets(Gradients):
         chunk = self.chunks[bound.chunk.id]
         return chunk.published.flat, chunk.collect()
 
-    def _hook(self, message: Message, chunk: ChunkGradients, index: int) -> Callable[..., None]:
+    def _hook(self, message: Bucket, chunk: BucketChunk, index: int) -> Callable[..., None]:
         parameter, came = chunk.bound.parameters[index], self._owner.came
 
         def on_gradient(*_: object) -> None:
@@ -111,7 +111,7 @@ class Buckets(Gradients):
 
         return on_gradient
 
-    def _chunk_arrived(self, message: Message) -> None:
+    def _chunk_arrived(self, message: Bucket) -> None:
         """Send what may leave, if all gradients of the message have come."""
         if any(chunk.missing for chunk in message.chunks):
             return

@@ -8,15 +8,15 @@ from typing import Protocol
 from atoll.core.errors import RunError
 from atoll.tensors.binding import BoundChunk
 from atoll.train.gradients.buckets import Buckets
-from atoll.train.gradients.messages import ChunkGradients, Message, lay_messages
-from atoll.train.gradients.samples import Contribution
-from atoll.train.gradients.sums import GroupSum, Owner
+from atoll.train.gradients.messages import Bucket, BucketChunk, lay_messages
+from atoll.train.gradients.samples import ContributionWeight
+from atoll.train.gradients.sums import GroupSum, SummedReducer
 
 
-class Pushes(Owner, Protocol):
+class Pushes(SummedReducer, Protocol):
     """A reducer whose chunks go to shards."""
 
-    def leave(self, message: Message) -> None:
+    def leave(self, message: Bucket) -> None:
         """Begin to send a message, which holds one chunk."""
 
 
@@ -36,7 +36,7 @@ class EarlySum(GroupSum):
         self._pushes, self._first = owner, True
 
     @property
-    def chunks(self) -> dict[int, ChunkGradients]:
+    def chunks(self) -> dict[int, BucketChunk]:
         """Each chunk's gradients, by its id."""
         return self._buckets.chunks
 
@@ -45,7 +45,7 @@ class EarlySum(GroupSum):
         if self._first:
             self._owner.sends_early = False
 
-    def reduce(self, own: Contribution) -> Contribution:
+    def reduce(self, own: ContributionWeight) -> ContributionWeight:
         """Send the chunks that have not left. Raises RunError if a gradient changed after its chunk had
         left."""
         if any(message.dirty for message in self._buckets.order):
@@ -68,5 +68,5 @@ class _ByChunk(Buckets):
         self._owner.contribute()
         return 1.0
 
-    def _leave(self, message: Message) -> None:
+    def _leave(self, message: Bucket) -> None:
         self._owner.leave(message)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from atoll.tensors.modulehooks import LeftBehind
 from atoll.tensors.torch_compat import backward_under_way
-from atoll.train.gradients.samples import Seen, seen_in, tensors_in
+from atoll.train.gradients.samples import SeenSamples, seen_in, tensors_in
 
 
 class ForwardHooks:
@@ -30,7 +30,7 @@ class ForwardHooks:
         *,
         before: Callable[[], None],
         accumulates: Callable[[], bool],
-        reached: Callable[[Seen | None], None],
+        reached: Callable[[SeenSamples | None], None],
     ) -> None:
         self._model, self._before, self._accumulates, self._reached = model, before, accumulates, reached
         self._handles = [
@@ -67,10 +67,10 @@ class _Reached:
     __slots__ = ("_condition", "_seen", "_then")
 
     def __init__(
-        self, condition: Callable[[], bool], then: Callable[[Seen | None], None], seen: Seen
+        self, condition: Callable[[], bool], then: Callable[[SeenSamples | None], None], seen: SeenSamples
     ) -> None:
         self._condition, self._then = condition, then
-        self._seen: Seen | None = seen
+        self._seen: SeenSamples | None = seen
 
     def __call__(self, _gradient: Tensor) -> None:
         if self._condition():

@@ -23,7 +23,7 @@ from atoll.train.group.channel import Pending
 _ALIGNMENT = 64  # bytes: a cache line, at which the kernels of torch's fused optimizers begin
 
 
-class ChunkGradients:
+class BucketChunk:
     """The gradients of one chunk, and the progress of the backward under way.
 
     Until `publish`, `p.grad` is this worker's own gradient, as autograd made it. Afterwards `kept` holds it
@@ -138,7 +138,7 @@ class ChunkGradients:
         return tuple(parameter.grad is not None for parameter in self.bound.parameters)
 
 
-class Message:
+class Bucket:
     """Chunks that are reduced together: one allocation with their gradients, then `room` spare elements."""
 
     def __init__(self, bounds: Sequence[BoundChunk], room: int) -> None:
@@ -152,7 +152,7 @@ class Message:
         self.memory = first.new_zeros(end + room)
         self.gradients = self.memory[:end]
         self.chunks = [
-            ChunkGradients(bound, self.memory[start : start + bound.chunk.extent])
+            BucketChunk(bound, self.memory[start : start + bound.chunk.extent])
             for bound, start in zip(bounds, self._starts, strict=True)
         ]
         self.dirty = False  # a gradient came after the message had left
@@ -217,7 +217,7 @@ class Tail:
     value.
     """
 
-    def __init__(self, message: Message) -> None:
+    def __init__(self, message: Bucket) -> None:
         self.memory = message.memory
         room: Any = message.memory[message.gradients.numel() :].numpy()
         self._room: Any = memoryview(room)  # items are of the message's dtype
@@ -248,7 +248,7 @@ class Tail:
         return self._heard
 
 
-def lay_messages(chunks: Iterable[BoundChunk], at_least: int, more: int = 0) -> list[Message]:
+def lay_messages(chunks: Iterable[BoundChunk], at_least: int, more: int = 0) -> list[Bucket]:
     """Group neighbouring chunks of one dtype into messages of `at_least` bytes where possible.
 
     Each message has spare room for an agreement: HEAD values, one for each message and each parameter, and
@@ -262,7 +262,7 @@ def lay_messages(chunks: Iterable[BoundChunk], at_least: int, more: int = 0) -> 
         else:
             groups.append([bound])
     parameters = sum(len(bound.parameters) for group in groups for bound in group)
-    messages = [Message(group, room=parameters + len(groups) + HEAD + more) for group in groups]
+    messages = [Bucket(group, room=parameters + len(groups) + HEAD + more) for group in groups]
     for number, message in enumerate(messages):
         message.number = number
     return messages

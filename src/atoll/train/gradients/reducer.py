@@ -19,7 +19,7 @@ from atoll.exchange.feedback import Feedback
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.torch_compat import backward_under_way
 from atoll.train.checkpoint.buffers import ModelBuffers
-from atoll.train.gradients.samples import Contribution
+from atoll.train.gradients.samples import ContributionWeight
 from atoll.train.gradients.sums import MakeSum, Own
 from atoll.train.gradients.watch import GradientWatch
 
@@ -72,8 +72,8 @@ class Calls:
     """
 
     arm: Callable[[], None]
-    contribution: Callable[[bool], Contribution]
-    committed: Callable[[Contribution, float], None]
+    contribution: Callable[[bool], ContributionWeight]
+    committed: Callable[[ContributionWeight, float], None]
     leaving: Callable[[], None]
     dropped: Callable[[], None] = lambda: None
     edited: Callable[[], None] = lambda: None
@@ -141,7 +141,7 @@ class Reducer:
         """Reduce the chunks' gradients; `make_sum` makes their sum over the worker's group."""
         self._chunks, self._calls = list(chunks), calls
         self.watch = watch(chunks, calls.dropped, calls.edited)
-        self._own: Contribution | None = None  # fixed when the first message leaves
+        self._own: ContributionWeight | None = None  # fixed when the first message leaves
         self.count_alike = False
         self.synchronous = True
         self.sends_early = True
@@ -208,11 +208,11 @@ class Reducer:
         own = self.contribute()
         self._is_whole(own, self.sum.reduce(own))
 
-    def _is_whole(self, own: Contribution, of_group: Contribution) -> None:
+    def _is_whole(self, own: ContributionWeight, of_group: ContributionWeight) -> None:
         """Finish the iteration: `p.grad` shows the group's mean."""
         self._done(own, of_group.samples)
 
-    def contribute(self) -> Contribution:
+    def contribute(self) -> ContributionWeight:
         """Return this iteration's contribution, which the first call fixes."""
         if self._own is None:
             self.sum.opens()
@@ -223,7 +223,7 @@ class Reducer:
             self.sum.weighs(self._own)
         return self._own
 
-    def _done(self, own: Contribution, samples: float) -> None:
+    def _done(self, own: ContributionWeight, samples: float) -> None:
         self.reduced, self.unsent = True, False
         self.watch.reduced()
         self.begin()

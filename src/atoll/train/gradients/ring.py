@@ -26,11 +26,11 @@ from atoll.tensors.settings import Settings
 from atoll.train.gradients.agreement import Agreement, Ballot
 from atoll.train.gradients.alike import Treatments, are_alike
 from atoll.train.gradients.buckets import Buckets
-from atoll.train.gradients.messages import ChunkGradients, Message, Tail, lay_messages
+from atoll.train.gradients.messages import Bucket, BucketChunk, Tail, lay_messages
 from atoll.train.gradients.reducer import Calls, Reducer
-from atoll.train.gradients.samples import Contribution
+from atoll.train.gradients.samples import ContributionWeight
 from atoll.train.gradients.scaling import Scaling
-from atoll.train.gradients.sums import Gradients, GroupSum, MakeSum, Owner
+from atoll.train.gradients.sums import GroupSum, MakeSum, OwnGradients, SummedReducer
 from atoll.train.group.channel import BrokenRingError
 from atoll.train.group.inner import AnyRing
 
@@ -60,10 +60,10 @@ class Carrier(Protocol):
     `chunks` has the chunks whose gradients lie in the device's memory, by id.
     """
 
-    chunks: dict[int, ChunkGradients]
+    chunks: dict[int, BucketChunk]
 
     @property
-    def gradients(self) -> Gradients:
+    def gradients(self) -> OwnGradients:
         """The member's own gradients, from which sums are made again."""
 
     @property
@@ -114,7 +114,7 @@ class Carrier(Protocol):
 
 
 # Makes a Carrier, given the sum, its owner, the chunks, and the nodes that accumulate their gradients.
-MakeCarrier: TypeAlias = Callable[["RingSum", Owner, Sequence[BoundChunk], Sequence[Any]], Carrier]
+MakeCarrier: TypeAlias = Callable[["RingSum", SummedReducer, Sequence[BoundChunk], Sequence[Any]], Carrier]
 
 
 class RingSum(GroupSum):
@@ -122,7 +122,7 @@ class RingSum(GroupSum):
 
     def __init__(
         self,
-        owner: Owner,
+        owner: SummedReducer,
         chunks: Sequence[BoundChunk],
         *,
         ring: AnyRing,
@@ -190,7 +190,7 @@ class RingSum(GroupSum):
         if self._owner.sends_early and not self.admit():
             self.ring.meet()  # before the first message leaves, so that all members use one set of channels
 
-    def weighs(self, own: Contribution) -> None:
+    def weighs(self, own: ContributionWeight) -> None:
         self._generation = self.ring.generation
         self.scaling.as_before(own, self.ring.world)
 
@@ -202,7 +202,7 @@ class RingSum(GroupSum):
         self.ring.admit()
         return True
 
-    def reduce(self, own: Contribution) -> Contribution:
+    def reduce(self, own: ContributionWeight) -> ContributionWeight:
         """Send the messages that have not left, wait for all of them, agree, and publish."""
         if self._boundary.begins_with < 0:
             self._boundary.begins_with = self._number
@@ -216,14 +216,14 @@ class RingSum(GroupSum):
         points.reach("ring.published", self.steps)
         return agreed.contribution
 
-    def assist(self, wanted: Callable[[], bool]) -> Contribution | None:
+    def assist(self, wanted: Callable[[], bool]) -> ContributionWeight | None:
         """Take part in an iteration of the others with weight 0, and leave this member's own gradients
         unchanged.
 
         Returns the group's contribution; None if the iteration is no longer `wanted()` once its round is
         over.
         """
-        own = Contribution(0.0, 0.0)
+        own = ContributionWeight(0.0, 0.0)
         self.weighs(own)
         agreed, order = self._round(own)
         if not wanted():
@@ -243,7 +243,7 @@ class RingSum(GroupSum):
         self._ballot.begin_in_group()
 
     def _round(
-        self, own: Contribution, where: Callable[[], Stand | None] | None = None
+        self, own: ContributionWeight, where: Callable[[], Stand | None] | None = None
     ) -> tuple[Agreement, list[int]]:
         return self.ring.round(f"iteration {self.steps}", partial(self._reduce, own), self.steps, where)
 
@@ -255,7 +255,7 @@ class RingSum(GroupSum):
     def where(self) -> Stand:
         return self._ballot.where("" if self._owner.sends_early else f"model {self._number + 1}")
 
-    def _reduce(self, own: Contribution) -> tuple[Agreement, list[int]]:
+    def _reduce(self, own: ContributionWeight) -> tuple[Agreement, list[int]]:
         """Make an iteration whole: sum all messages, and agree.
 
         Returns the agreement and, once, the order in which messages leave from now on; else an empty list. In
@@ -279,11 +279,11 @@ class RingSum(GroupSum):
         self._within(self.steps)
         return agreed, order
 
-    def _said(self, own: Contribution) -> list[float]:
+    def _said(self, own: ContributionWeight) -> list[float]:
         awaited = self._number == 0 and self.ring.is_awaited
         return self._ballot.said(own, self.carrier.bounds, self.carrier.dirty(), awaited=awaited)
 
-    def _read(self, own: Contribution, summed: list[float]) -> Agreement:
+    def _read(self, own: ContributionWeight, summed: list[float]) -> Agreement:
         return self._ballot.agreed(own, summed, self.carrier.bounds, len(self.carrier.ids))
 
     def _publish(self, agreed: Agreement, apart: bool) -> None:
@@ -383,7 +383,12 @@ class RingBuckets(Buckets):
     """
 
     def __init__(
-        self, ring_sum: RingSum, owner: Owner, chunks: Sequence[BoundChunk], nodes: Sequence[Any], least: int
+        self,
+        ring_sum: RingSum,
+        owner: SummedReducer,
+        chunks: Sequence[BoundChunk],
+        nodes: Sequence[Any],
+        least: int,
     ) -> None:
         buffers = ring_sum.buffers
         super().__init__(owner, lay_messages(chunks, least, 0 if buffers is None else len(buffers)), nodes)
@@ -395,7 +400,7 @@ class RingBuckets(Buckets):
         self._arrange(is_measured=len(self.order) == 1)
 
     @property
-    def gradients(self) -> Gradients:
+    def gradients(self) -> OwnGradients:
         return self
 
     def dirty(self) -> list[float]:
@@ -480,12 +485,12 @@ class RingBuckets(Buckets):
             self._scales_by = self._sum.scale()
         return self._scales_by
 
-    def _leave(self, message: Message) -> None:
+    def _leave(self, message: Bucket) -> None:
         self._sum.leaving()
         message.sent = True
         self._send(message, self._sum.scale())
 
-    def _send(self, message: Message, scale: float, more: int = 0) -> None:
+    def _send(self, message: Bucket, scale: float, more: int = 0) -> None:
         """Begin to reduce a message, and `more` values of its spare room."""
         for chunk in message.chunks:
             chunk.settle(scale)
@@ -497,7 +502,7 @@ class RingBuckets(Buckets):
         self._owner.bytes_sent += self._ring.data.sends(flat.numel() * flat.element_size())
         points.reach("ring.sent", self._owner.steps)
 
-    def _wait(self, messages: Sequence[Message]) -> None:
+    def _wait(self, messages: Sequence[Bucket]) -> None:
         for message in messages:
             if message.work is None:
                 raise BrokenRingError(f"{message} could not be sent")
@@ -531,7 +536,7 @@ def over_ring(ring: AnyRing, calls: Calls, message_bytes: int, **options: Any) -
     )
 
 
-def _agreement_rides(messages: Sequence[Message]) -> bool:
+def _agreement_rides(messages: Sequence[Bucket]) -> bool:
     """True if the agreement may travel in the last message.
 
     The messages must lie in the CPU's memory, and be all float32 or all float64, so that they hold the

@@ -15,7 +15,7 @@ from torch import Tensor
 from atoll.core.weighing import KNOWN, NONE, said, worst
 
 
-class Contribution(msgspec.Struct, frozen=True, gc=False):
+class ContributionWeight(msgspec.Struct, frozen=True, gc=False):
     """The contribution of a worker, or of a group of workers, to an iteration.
 
     Attributes:
@@ -82,7 +82,7 @@ class SampleCount:
         self._given = weight + (self._given or 0.0)
         self.latest = self._given
 
-    def contribution(self, has_gradient: bool) -> Contribution:
+    def contribution(self, has_gradient: bool) -> ContributionWeight:
         """Return this worker's contribution. Without known samples it weighs 1 if `has_gradient`, else 0."""
         known = self._counted if self._given is None else self._given
         basis = KNOWN if self._given is not None else NONE if self._counted is None else self._basis
@@ -90,7 +90,7 @@ class SampleCount:
         samples = 0.0 if self._used else self._samples()
         if has_gradient and not self._used and not samples and self.unknown:
             samples, self.guessed = self.unknown, True
-        return Contribution(weight, samples, basis)
+        return ContributionWeight(weight, samples, basis)
 
     def _samples(self) -> float:
         """Return the samples for the records: a certain count, else the script's weight, else a guess."""
@@ -113,7 +113,7 @@ class SampleCount:
             self.reset()
 
 
-class Seen(msgspec.Struct, frozen=True, gc=False):
+class SeenSamples(msgspec.Struct, frozen=True, gc=False):
     """The number of samples that a forward's arguments and output show.
 
     Attributes:
@@ -127,7 +127,7 @@ class Seen(msgspec.Struct, frozen=True, gc=False):
     instead: tuple[float, ...] = ()
 
 
-def seen_in(inputs: Any, output: Any) -> Seen:
+def seen_in(inputs: Any, output: Any) -> SeenSamples:
     """Read a forward's number of samples from its arguments and its output.
 
     An output tensor confirms the number if its first dimension equals it. There is one exception. Where the
@@ -140,7 +140,7 @@ def seen_in(inputs: Any, output: Any) -> Seen:
     if not isinstance(first, Tensor) or not first.dim():
         first = next((tensor for tensor in tensors_in(inputs) if tensor.dim()), None)
     if first is None:
-        return Seen(None)
+        return SeenSamples(None)
     samples = first.shape[0]
     if isinstance(output, Tensor):  # nearly always
         outputs = [output] if output.dim() else []
@@ -152,8 +152,8 @@ def seen_in(inputs: Any, output: Any) -> Seen:
             confirms = (confirms or not agrees) and not _is_ambiguous(first, tensor)
             agrees = True
     if not agrees:
-        return Seen(float(samples), instead=tuple(float(tensor.shape[0]) for tensor in outputs))
-    return Seen(float(samples), confirms)
+        return SeenSamples(float(samples), instead=tuple(float(tensor.shape[0]) for tensor in outputs))
+    return SeenSamples(float(samples), confirms)
 
 
 def _is_ambiguous(first: Tensor, output: Tensor) -> bool:

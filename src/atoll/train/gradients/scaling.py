@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from atoll.train.gradients.agreement import Agreement
-from atoll.train.gradients.samples import Contribution
-from atoll.train.gradients.sums import Owner
+from atoll.train.gradients.samples import ContributionWeight
+from atoll.train.gradients.sums import SummedReducer
 
 # Bounds on (sum / mean) of float16 gradients: beyond them the sum may overflow or lose small values.
 _HALF_RANGE = (1 / 16, 2.0)
@@ -20,17 +20,17 @@ class Scaling:
     `reference`: the last iteration's sum of weights, or its number of workers if they counted alike.
     """
 
-    def __init__(self, owner: Owner, *, has_half: bool = False) -> None:
+    def __init__(self, owner: SummedReducer, *, has_half: bool = False) -> None:
         """Begin without a reference. `has_half`: there are float16 gradients."""
         self._owner, self._has_half = owner, has_half
         self.reference = 1.0
         self._alike, self._by = False, 1.0  # this iteration's factor, until the agreement gives the right one
 
-    def of(self, own: Contribution) -> float:
+    def of(self, own: ContributionWeight) -> float:
         """Return the factor for this member's gradients before the sum."""
         return (own.counts_alike if self._alike else own.weight) / self._by
 
-    def as_before(self, own: Contribution, world: int) -> None:
+    def as_before(self, own: ContributionWeight, world: int) -> None:
         """Scale by the factor that was right in the last iteration; `world` is the number of members."""
         alike = self._owner.count_alike
         if world == 1 and own.weight > 0:  # a mean over one worker keeps the gradient, to the bit

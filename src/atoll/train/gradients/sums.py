@@ -19,10 +19,10 @@ from atoll.tensors.binding import BoundChunk, check_usable
 from atoll.tensors.finite import is_finite
 from atoll.tensors.gradienthooks import after_gradient
 from atoll.tensors.torch_compat import will_run
-from atoll.train.gradients.samples import Contribution
+from atoll.train.gradients.samples import ContributionWeight
 
 
-class Owner(Protocol):
+class SummedReducer(Protocol):
     """The reducer whose gradients are summed: its iteration, and its figures (see the attributes of
     `Reducer`)."""
 
@@ -35,11 +35,11 @@ class Owner(Protocol):
     def came(self, *_: object) -> None:
         """Note that autograd has delivered a gradient."""
 
-    def contribute(self) -> Contribution:
+    def contribute(self) -> ContributionWeight:
         """Return this iteration's contribution, which the first call fixes."""
 
 
-class Gradients:
+class OwnGradients:
     """A worker's own gradients of an iteration. In this class they stay where autograd leaves them."""
 
     def begin(self) -> None:
@@ -80,11 +80,11 @@ class GroupSum:
     shows_mean = False
     has_sent = False
 
-    def __init__(self, owner: Owner, chunks: Sequence[BoundChunk]) -> None:
+    def __init__(self, owner: SummedReducer, chunks: Sequence[BoundChunk]) -> None:
         self._owner, self._chunks = owner, list(chunks)
         self._parameters = [parameter for bound in chunks for parameter in bound.parameters]
         self._accumulators = [get_gradient_edge(parameter).node for parameter in self._parameters]
-        self.gradients = Gradients()
+        self.gradients = OwnGradients()
 
     def accumulates(self) -> bool:
         """True within a backward that will leave gradients in these parameters; torch.autograd.grad leaves
@@ -117,11 +117,11 @@ class GroupSum:
     def opens(self) -> None:
         """Prepare for a new contribution, before it is fixed and before anything of the iteration leaves."""
 
-    def weighs(self, own: Contribution) -> None:
+    def weighs(self, own: ContributionWeight) -> None:
         """Take the contribution, which is fixed now."""
 
     @abstractmethod
-    def reduce(self, own: Contribution) -> Contribution:
+    def reduce(self, own: ContributionWeight) -> ContributionWeight:
         """Let `p.grad` show the group's mean, after the last backward; return the group's contribution."""
 
     def own_nonfinite(self) -> list[str]:
@@ -175,13 +175,13 @@ class GroupSum:
         """Take another member's `member_state`."""
 
 
-MakeSum: TypeAlias = Callable[[Owner, Sequence[BoundChunk]], GroupSum]
+MakeSum: TypeAlias = Callable[[SummedReducer, Sequence[BoundChunk]], GroupSum]
 
 
 class Own(GroupSum):
     """The sum of a worker that sums with nobody: gradients stay where autograd leaves them."""
 
-    def reduce(self, own: Contribution) -> Contribution:
+    def reduce(self, own: ContributionWeight) -> ContributionWeight:
         for bound in self._chunks:
             for name, parameter in zip(bound.names, bound.parameters, strict=True):
                 gradient = parameter.grad
@@ -193,7 +193,7 @@ class Own(GroupSum):
 class AtEnd(GroupSum):
     """The sum of gradients that are kept elsewhere as they come: nothing leaves before backward has ended."""
 
-    def __init__(self, owner: Owner, chunks: Sequence[BoundChunk]) -> None:
+    def __init__(self, owner: SummedReducer, chunks: Sequence[BoundChunk]) -> None:
         super().__init__(owner, chunks)
         self._hooks = [after_gradient(node, owner.came) for node in self._accumulators]
 
@@ -202,5 +202,5 @@ class AtEnd(GroupSum):
             hook.remove()
         super().close()
 
-    def reduce(self, own: Contribution) -> Contribution:
+    def reduce(self, own: ContributionWeight) -> ContributionWeight:
         return own

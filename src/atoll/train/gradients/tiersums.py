@@ -13,14 +13,14 @@ from atoll.memory.exchanged import Exchanged
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.finite import is_finite
 from atoll.tensors.gradienthooks import after_gradient
-from atoll.train.gradients.messages import ChunkGradients
+from atoll.train.gradients.messages import BucketChunk
 from atoll.train.gradients.ring import RingSum
-from atoll.train.gradients.sums import Gradients, Owner
+from atoll.train.gradients.sums import OwnGradients, SummedReducer
 
 Holder: TypeAlias = Callable[[], Exchanged]  # the model in its tiers
 
 
-class TierCarrier(Gradients):
+class TierCarrier(OwnGradients):
     """The carrier of gradients that lie in tiers.
 
     Sums are made when all gradients have come, from tiers and into tiers, one chunk at a time.
@@ -33,7 +33,7 @@ class TierCarrier(Gradients):
     def __init__(
         self,
         ring_sum: RingSum,
-        owner: Owner,
+        owner: SummedReducer,
         chunks: Sequence[BoundChunk],
         nodes: Sequence[Any],
         *,
@@ -45,7 +45,7 @@ class TierCarrier(Gradients):
         self._held, self._stays = held, stays
         self._nonfinite: list[str] = []
         self.ids: list[int] = []  # there are no messages
-        self.chunks: dict[int, ChunkGradients] = {}
+        self.chunks: dict[int, BucketChunk] = {}
         self.are_apart = False
         self.present: dict[int, list[bool]] = {}
         self._hooks = [after_gradient(node, owner.came) for node in nodes]
@@ -56,7 +56,7 @@ class TierCarrier(Gradients):
         self.bounds.clear()
 
     @property
-    def gradients(self) -> Gradients:
+    def gradients(self) -> OwnGradients:
         return self
 
     def flat_gradients(self, bound: BoundChunk) -> tuple[Tensor, tuple[bool, ...]]:

@@ -30,7 +30,7 @@ _WHERE = struct.Struct("<16sH46s")  # a listener's secret, port and address
 _GREETING = struct.Struct("<16sI")  # the listener's secret, and the rank of the member that connects
 
 
-class Step(NamedTuple):
+class BarrierStep(NamedTuple):
     """One step of a barrier: the ranks that a member notifies (`told`), and those that it hears from
     (`heard`)."""
 
@@ -38,7 +38,7 @@ class Step(NamedTuple):
     heard: list[int]
 
 
-def steps(rank: int, world: int) -> list[Step]:
+def steps(rank: int, world: int) -> list[BarrierStep]:
     """Return the steps of member `rank` in a barrier of `world` members. A step ends when the member has
     heard all of its ranks.
 
@@ -51,7 +51,9 @@ def steps(rank: int, world: int) -> list[Step]:
     made, distance = [], 1
     while distance < world:
         away = [distance * count for count in range(1, _RADIX) if distance * count < world]
-        made.append(Step([(rank + far) % world for far in away], [(rank - far) % world for far in away]))
+        made.append(
+            BarrierStep([(rank + far) % world for far in away], [(rank - far) % world for far in away])
+        )
         distance *= _RADIX
     return made
 

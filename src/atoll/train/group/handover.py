@@ -11,7 +11,7 @@ from atoll.core.errors import CheckpointError
 from atoll.train.group.channel import Channel
 
 
-class State(Protocol):
+class HandoverState(Protocol):
     """The state of training that a newcomer takes from a living member, and the places in the data, which are
     dealt anew."""
 
@@ -28,7 +28,7 @@ class State(Protocol):
         members."""
 
 
-def hand_over(channel: Channel, state: State, giver: int, *, takes: bool) -> None:
+def hand_over(channel: Channel, state: HandoverState, giver: int, *, takes: bool) -> None:
     """Send a member's state to all, or the reason why it cannot be captured. A collective.
 
     Raises CheckpointError on the members that take the state, if it cannot be captured.

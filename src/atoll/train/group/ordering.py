@@ -28,9 +28,9 @@ from atoll.core.config import LAB_SITE_VARIABLE, SITE_VARIABLE, Config
 from atoll.core.errors import AtollError
 from atoll.core.units import format_rate, format_seconds
 from atoll.net.linkprobe import LinkServer, measure
-from atoll.rings.order import MARGIN, Figures, Order, Topology, Way, rounds
+from atoll.rings.order import MARGIN, LinkSpeed, Order, Topology, Way, rounds
 from atoll.train.group.channel import Channel, Sums
-from atoll.train.group.ordertrial import Found, OrderTrial, named
+from atoll.train.group.ordertrial import OrderTrial, TrialResult, named
 from atoll.train.group.ringbytes import gather_words
 from atoll.train.group.sumtimer import WHAT, SumTimer
 from atoll.train.members.reach import machine
@@ -69,7 +69,7 @@ class _Where(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     name: _Short
     links: Annotated[list[_Link], Meta(max_length=2**16)] = []
     tried: Annotated[list[_Short], Meta(max_length=2**16)] = []
-    found: Found = Found()
+    found: TrialResult = TrialResult()
     most: _Number = 0.0
 
 
@@ -91,7 +91,7 @@ class _Told(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 @dataclass(frozen=True)
-class Decision:
+class OrderChoice:
     """The order that was chosen, in words, and the reason."""
 
     choice: str
@@ -117,12 +117,12 @@ class RingOrder:
         margin: float = MARGIN,
     ) -> None:
         self._machine, self._measure_link, self._margin = machine_of, measure_link, margin
-        self._known: dict[tuple[str, str], Figures] = {}  # by the ids of two machines
+        self._known: dict[tuple[str, str], LinkSpeed] = {}  # by the ids of two machines
         self._failures: list[str] = []
         self._tried: list[str] = []  # the ids of machines over which the latest trial was made
-        self._found = Found()  # the result of that trial
+        self._found = TrialResult()  # the result of that trial
         self._most = 0.0  # how many times as fast any order can be there at most; 0: unknown
-        self.decision: Decision | None = None
+        self.decision: OrderChoice | None = None
 
     def open(self, session: Channel, natural: Channel, opened: list[Channel]) -> Sums:
         """Return the channel, or pair of rings, over which the members of `session` sum. A collective of all
@@ -148,11 +148,13 @@ class RingOrder:
         if len(ids) == 1:
             return natural
         self._known = {
-            (each.one, each.other): Figures(each.bandwidth, each.latency) for each in members[0].links
+            (each.one, each.other): LinkSpeed(each.bandwidth, each.latency) for each in members[0].links
         }
         machines = [ids.index(each.machine) for each in members]
         first, timer = members[0], SumTimer(session)
-        found, self._most = (first.found, first.most) if set(ids) <= set(first.tried) else (Found(), 0.0)
+        found, self._most = (
+            (first.found, first.most) if set(ids) <= set(first.tried) else (TrialResult(), 0.0)
+        )
         self._tried, self._found = ids, found
         plan = self._plan(ids) if len(ids) >= LEAST_MEMBERS else []  # fewer machines form only one ring
         if plan and not self._most:
@@ -163,7 +165,7 @@ class RingOrder:
                 f"another order is {self._most:.2f} times as fast at most, since latency stays: at least "
                 f"{self._margin:g} is asked for"
             )
-            self.decision = Decision(f"natural: {named(range(place.world), place.name_of)}", reason)
+            self.decision = OrderChoice(f"natural: {named(range(place.world), place.name_of)}", reason)
             return natural
         self._measure(session, ids, machines, plan)
         numbers = {name: number for number, name in enumerate(ids)}
@@ -183,7 +185,7 @@ class RingOrder:
         )
         sums = trial.open()
         self._found = trial.found
-        self.decision = Decision(trial.choice, "; ".join([*trial.reasons, *self._said(topology)]))
+        self.decision = OrderChoice(trial.choice, "; ".join([*trial.reasons, *self._said(topology)]))
         return sums
 
     def _said(self, topology: Topology) -> list[str]:
@@ -235,7 +237,7 @@ class RingOrder:
                 for pair, heard in zip(pairs, self._heard(session, pairs, speakers, told), strict=True):
                     way = (ids[pair[0]], ids[pair[1]])
                     if heard.bandwidth > 0:
-                        self._known[way] = self._known[way[::-1]] = Figures(heard.bandwidth, heard.latency)
+                        self._known[way] = self._known[way[::-1]] = LinkSpeed(heard.bandwidth, heard.latency)
                     else:
                         self._failures.append(f"a link could not be measured: {heard.reason}")
 
@@ -261,7 +263,7 @@ def order_for(config: Config, device: torch.device) -> RingOrder | None:
     return RingOrder() if config.run.ring_order == "measured" and device.type == "cpu" else None
 
 
-def _spread(links: Sequence[Figures]) -> str:
+def _spread(links: Sequence[LinkSpeed]) -> str:
     """Describe measured links: "links of 90 Mbit/s to 1 Gbit/s and 0.1 ms to 40 ms"."""
     rates = [format_rate(8 * find(each.bandwidth for each in links)) for find in (min, max)]
     spans = [format_seconds(find(each.latency for each in links)) for find in (min, max)]

@@ -24,7 +24,7 @@ _NAMED = 16  # the most members of an order that a line names
 _Number = Annotated[float, Meta(ge=0)]
 
 
-class Found(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class TrialResult(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The result of a trial.
 
     Attributes:
@@ -76,7 +76,7 @@ class OrderTrial:
         topology: Topology,
         places: Sequence[str],
         margin: float,
-        before: Found,
+        before: TrialResult,
     ) -> None:
         self._name_of, self._timer, self._connect = name_of, timer, connect
         self._natural, self._opened = natural, opened

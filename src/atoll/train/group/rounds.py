@@ -23,7 +23,7 @@ from atoll.core.stands import Stand
 from atoll.train.api.place import Place, Seat
 from atoll.train.group.channel import BrokenRingError, Channel, Sums
 from atoll.train.group.channels import Inside, Opened, RingChannels
-from atoll.train.group.handover import State, hand_over
+from atoll.train.group.handover import HandoverState, hand_over
 from atoll.train.group.hierarchy import Hierarchy
 from atoll.train.group.ordering import RingOrder
 from atoll.train.group.ringbytes import sum_values
@@ -34,7 +34,7 @@ _Result = TypeVar("_Result")
 MOVING = "moving to another group"  # the act of a ring whose members move to another one
 
 
-class Member(Protocol):
+class RingMembership(Protocol):
     """This worker at the hub, which forms the next ring (`train/group/rendezvous.py`: HubRing)."""
 
     def reform(self, round: int, *, holds: bool, admits: bool, fresh: bool) -> Reformed:
@@ -119,13 +119,13 @@ class Ring:
         seat: Seat,
         device: torch.device,
         timeout: float,
-        member: Member | None = None,
+        member: RingMembership | None = None,
         hierarchy: Hierarchy | None = None,
         *,
         order: RingOrder | None = None,
         compares: bool = False,
         inside: Inside | None = None,
-        state: State | None = None,
+        state: HandoverState | None = None,
         told: Callable[[Ring, Regrouped], None] = lambda _ring, _regrouped: None,
         judge: Judge | None = None,
         mark: RoundMark | None = None,
@@ -140,7 +140,7 @@ class Ring:
             confirms=member is not None,
         )
         self.scripts = ScriptPlaces(self.channels, timeout, judge, compares=compares)
-        self._state: State | None = None  # None until the first ring is formed: nobody has a state
+        self._state: HandoverState | None = None  # None until the first ring is formed: nobody has a state
         self._told = told
         self._confirmed_in = -1  # the ring's generation in the latest confirmed round
         self._timeout, self._member, self._inner = timeout, member, inside
@@ -436,7 +436,7 @@ class Ring:
         assert self._state is not None
         self._state.deal_anew(places, self.rank, self.world)
 
-    def _hand_over(self, state: State, newcomers: int) -> None:
+    def _hand_over(self, state: HandoverState, newcomers: int) -> None:
         """Send a member's state to newcomers, or the reason why it cannot be captured.
 
         The giver is the first member, or with groups a member of the newcomer's group.

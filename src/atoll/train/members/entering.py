@@ -15,7 +15,7 @@ from typing import Protocol
 
 from atoll.core.errors import CheckpointError, UserError
 from atoll.core.points import reach
-from atoll.exchange.link import LOG, Link
+from atoll.exchange.link import LOG, ShardLink
 from atoll.train.checkpoint.resume import TrainingState
 from atoll.train.group.rounds import Ring
 from atoll.train.members.attendance import Attendance
@@ -83,7 +83,7 @@ class ServedEntrance:
 
     def __init__(
         self,
-        shards: Link,
+        shards: ShardLink,
         attendance: Attendance,
         workers: Workers,
         state: TrainingState,

@@ -13,7 +13,7 @@ import msgspec
 from atoll.core.decoding import from_msgpack
 from atoll.core.errors import MismatchError, UserError
 from atoll.core.stands import CALL, Stand, are_consistent, describe_mismatch
-from atoll.exchange.link import LOG, Link
+from atoll.exchange.link import LOG, ShardLink
 from atoll.train.api.place import Place
 from atoll.train.group.ringbytes import broadcast_bytes, gather_bytes
 from atoll.train.group.rounds import Ring
@@ -53,7 +53,7 @@ class OwnCall:
 class GroupJudge:
     """The decision about members of a group that have ended (`train/group/scriptplaces.py`: Judge)."""
 
-    def __init__(self, place: Place, shards: Link, call: OwnCall) -> None:
+    def __init__(self, place: Place, shards: ShardLink, call: OwnCall) -> None:
         """Judge for the worker at `place` in the run. `call` is the call that it is in."""
         self._place, self._shards, self._call = place, shards, call
 

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable
 
 from atoll.core.errors import AtollError, RunError
-from atoll.exchange.link import LOG, Link
+from atoll.exchange.link import LOG, ShardLink
 from atoll.train.members.attendance import Attendance
 from atoll.train.members.meetings import BytesMeeting, called
 from atoll.train.sync.servedmodels import ServedModels
@@ -25,7 +25,7 @@ class CalledAwayError(AtollError):
 class LogMeeting(BytesMeeting):
     """A meeting at the shards' log."""
 
-    def __init__(self, attendance: Attendance, shards: Link, models: ServedModels) -> None:
+    def __init__(self, attendance: Attendance, shards: ShardLink, models: ServedModels) -> None:
         self.roster = self._attendance = attendance
         self._shards, self._models = shards, models
         self._met: dict[int, list[bytes]] = {}

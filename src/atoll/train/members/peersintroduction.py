@@ -65,7 +65,7 @@ _INTRODUCED = "introduced"  # the key of a leader's word, in the store of its no
 _WITHOUT_HUB = "the nodes go on without it"
 
 
-class Known(msgspec.Struct, forbid_unknown_fields=True):
+class NodeFile(msgspec.Struct, forbid_unknown_fields=True):
     """A node's file in the run's directory.
 
     Attributes:
@@ -105,7 +105,7 @@ class _Word(msgspec.Struct, forbid_unknown_fields=True):
         failed: the class and the line of the leader's error.
     """
 
-    known: Known | None = None
+    known: NodeFile | None = None
     late: bool = False
     failed: tuple[str, str] = ("", "")
 
@@ -135,7 +135,7 @@ class Met(Protocol):
         """Leave the meeting."""
 
 
-class Meeting(Met, Protocol):
+class AddressMeeting(Met, Protocol):
     """A meeting at which nodes exchange their addresses."""
 
     world: int
@@ -210,11 +210,11 @@ class Introduction:
             self._kept.write(self.known)
 
     @property
-    def known(self) -> Known:
+    def known(self) -> NodeFile:
         """The knowledge with which this node comes back when it is started again."""
         nodes = [self._known[node] for node in sorted(self._known)]
         met = self._meeting
-        return Known(self.run, self.node, self.incarnation, nodes, met.hub, met.founding, self.devices)
+        return NodeFile(self.run, self.node, self.incarnation, nodes, met.hub, met.founding, self.devices)
 
     def close(self, finished: bool = False) -> None:
         """Leave the hub; keep the file for this node's next life, unless the run has come to its end."""
@@ -304,7 +304,7 @@ def _introduce_node(
 ) -> _Introduced | None:
     keys = keys_from_environment()
     kept = None
-    meeting: Meeting | None = known_before(config, devices) if from_environment else None
+    meeting: AddressMeeting | None = known_before(config, devices) if from_environment else None
     if meeting is None:
         meeting = _meet(config, place, keys, devices)
     if meeting is None:
@@ -328,7 +328,7 @@ def _introduce_node(
         raise
 
 
-def _open(side: CpuSide, meeting: Meeting, config: Config, keys: Keys | None) -> str:
+def _open(side: CpuSide, meeting: AddressMeeting, config: Config, keys: Keys | None) -> str:
     """Send the CPU side its settings; return the address at which it listens."""
     sync, link = config.sync, config.link
     side.send(
@@ -357,7 +357,7 @@ def _open(side: CpuSide, meeting: Meeting, config: Config, keys: Keys | None) ->
     return answer.address
 
 
-def _listen(meeting: Meeting, keys: Keys | None) -> str:
+def _listen(meeting: AddressMeeting, keys: Keys | None) -> str:
     """Return the address at which this node is to listen.
 
     It is a socket that only this user can reach, if there is a folder for sockets: the launcher's, or that of
@@ -372,7 +372,7 @@ def _listen(meeting: Meeting, keys: Keys | None) -> str:
     return f"tcp://{host}:0"
 
 
-def _meet(config: Config, place: Place | None, keys: Keys | None, devices: int) -> Meeting | None:
+def _meet(config: Config, place: Place | None, keys: Keys | None, devices: int) -> AddressMeeting | None:
     address = os.environ.get(HUB_VARIABLE, "")
     if place is None and address:
         return HubMeeting(config, address, keys, devices)
@@ -384,7 +384,7 @@ def _meet(config: Config, place: Place | None, keys: Keys | None, devices: int) 
 class _OfLeader:
     """The leader's meeting, on a device that does not lead."""
 
-    def __init__(self, known: Known, late: bool) -> None:
+    def __init__(self, known: NodeFile, late: bool) -> None:
         self.run, self.node, self.incarnation = known.run, known.node, known.incarnation
         self.hub, self.founding, self.devices = known.hub, known.founding, known.devices
         self.late = late
@@ -536,7 +536,7 @@ class KnownMeeting:
     """The knowledge of an earlier start, in place of a meeting: the others' addresses as this node knew
     them."""
 
-    def __init__(self, known: Known) -> None:
+    def __init__(self, known: NodeFile) -> None:
         self.run, self.node, self.world, self.hub = known.run, known.node, len(known.nodes), known.hub
         self.incarnation, self.late = known.incarnation + 1, True
         self.founding, self.devices = known.founding, known.devices or [1] * self.world
@@ -583,7 +583,7 @@ def known_before(config: Config, devices: int = 1) -> KnownMeeting | None:
         return None
     path = folder / f"{int(given)}.json"
     try:
-        known = from_json(path.read_bytes(), Known)
+        known = from_json(path.read_bytes(), NodeFile)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError) as error:
@@ -615,7 +615,7 @@ class _Kept:
                 f"own ({RANK_VARIABLE}, or torchrun's RANK)"
             ) from None
 
-    def write(self, known: Known) -> None:
+    def write(self, known: NodeFile) -> None:
         """Replace the file at once or not at all. A file that cannot be written costs a restart, not the
         run."""
         new = self._path.with_suffix(".new")

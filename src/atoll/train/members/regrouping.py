@@ -18,7 +18,7 @@ import msgspec
 from atoll.core import points
 from atoll.core.decoding import from_msgpack
 from atoll.core.errors import CheckpointError
-from atoll.exchange.link import LOG, Link
+from atoll.exchange.link import LOG, ShardLink
 from atoll.train.data.leased_sampler import LeasedSampler, Where
 from atoll.train.group.rounds import Ring
 from atoll.train.members.attendance import Attendance
@@ -100,7 +100,7 @@ class Leases:
         self._blocks.clear()
 
 
-class Told(Protocol):
+class MoveListener(Protocol):
     """A callback for a move: the group, the seconds that the move took, and the group's speaker."""
 
     def __call__(self, grouped: Grouped, seconds: float, speaker: Speaker) -> None: ...
@@ -112,7 +112,7 @@ class Parts:
 
     hub: HubClient
     ring: Ring
-    shards: Link
+    shards: ShardLink
     attendance: Attendance
     state: Shared
     samplers: list[LeasedSampler]
@@ -123,7 +123,7 @@ class Parts:
 class Regrouping:
     """One worker's moves from group to group."""
 
-    def __init__(self, parts: Parts, told: Told) -> None:
+    def __init__(self, parts: Parts, told: MoveListener) -> None:
         self._parts, self._tell = parts, told
         self.grouping = 0  # the latest grouping to which this worker has asked to move
 

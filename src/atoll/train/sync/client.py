@@ -20,7 +20,7 @@ from atoll.exchange.link import LOG
 from atoll.net.returning import Made
 from atoll.tensors.binding import BoundChunk
 from atoll.train.gradients.reducer import Calls
-from atoll.train.gradients.samples import Contribution
+from atoll.train.gradients.samples import ContributionWeight
 from atoll.train.sync.connection import CONTRIBUTION, STEP, Connection
 from atoll.train.sync.stores import Leaving, Store
 from atoll.wire.messages import (
@@ -57,7 +57,7 @@ class Outgoing:
     """
 
     iteration: int
-    own: Contribution
+    own: ContributionWeight
     flats: Mapping[int, Tensor | Leaving]
     present: Mapping[int, Sequence[bool]]
     used: list[Used] = field(default_factory=list)
@@ -102,7 +102,7 @@ class ServerClient:
         self.counted: Committed | None = None  # the log's answer to the latest contribution
         connection.shards.on(Committed, self._handle_committed)
 
-    def outgoing(self, iteration: int, own: Contribution, turn: int | None, **more: Any) -> Outgoing:
+    def outgoing(self, iteration: int, own: ContributionWeight, turn: int | None, **more: Any) -> Outgoing:
         """Return a contribution of the gradients in the store; `turn` as in `Store.read`. One of weight 0 has
         zeros."""
         flats, present = {}, {}

@@ -13,7 +13,7 @@ from torch import Tensor
 from atoll.core.config import LinkOptions
 from atoll.core.errors import RunError
 from atoll.exchange.coding import PLAIN, Coding
-from atoll.exchange.link import Link
+from atoll.exchange.link import ShardLink
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.payload import tensor_of
 from atoll.wire.messages import Committed, Mean, Used, run_of
@@ -23,7 +23,7 @@ from atoll.wire.messages import Committed, Mean, Used, run_of
 CONTRIBUTION, STEP, COMMIT = "contribution", "step", "commit"
 
 
-class Members(Protocol):
+class IterationMembers(Protocol):
     """The members of each iteration: newcomers enter between two iterations, and the members are notified of
     changes."""
 
@@ -56,11 +56,11 @@ class Connection:
         coding: writes gradients for the way.
     """
 
-    shards: Link
+    shards: ShardLink
     shard_of: dict[int, int]
     used: Callable[[], list[Used]]
     staleness: Callable[[float], None]
-    members: Members
+    members: IterationMembers
     worker: int
     link: LinkOptions = field(default_factory=LinkOptions)
     coding: Coding = PLAIN

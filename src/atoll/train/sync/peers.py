@@ -35,7 +35,7 @@ from atoll.train.gradients.ring import over_ring
 from atoll.train.members.workers import Workers
 from atoll.train.sync.peersdoor import ask_at
 from atoll.train.sync.peersexchange import NodeParts, PeerExchange, said_in
-from atoll.train.sync.peersparameters import OnDevice, Place
+from atoll.train.sync.peersparameters import DeviceParameters, OnDevice
 from atoll.train.sync.peersring import DevicesExchange
 from atoll.train.sync.peersworker import NodeWorker
 from atoll.train.sync.strategies import Stepper, Training, message_bytes_for
@@ -98,7 +98,7 @@ class Peers:
             counts_skips=True,
         )
 
-    def parts(self, training: Training, place: Place) -> NodeParts:
+    def parts(self, training: Training, place: DeviceParameters) -> NodeParts:
         """Return the parts of the exchange of a model whose values lie in `place`."""
         sync = training.config.sync
         return NodeParts(

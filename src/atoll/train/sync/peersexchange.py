@@ -28,9 +28,9 @@ from atoll.exchange.coding import Coding
 from atoll.exchange.hostmemory import HostMemory
 from atoll.tensors.binding import BoundChunk
 from atoll.train.gradients.reducer import Calls, Clipping, Reducer
-from atoll.train.gradients.samples import Contribution
+from atoll.train.gradients.samples import ContributionWeight
 from atoll.train.gradients.sums import MakeSum, Own
-from atoll.train.sync.peersparameters import LocalParameters, Place, Slots
+from atoll.train.sync.peersparameters import DeviceParameters, LocalParameters, Slots
 from atoll.train.sync.peersworker import NodeWorker
 from atoll.wire.device import (
     NO_MORE,
@@ -89,7 +89,7 @@ class NodeParts:
 
     worker: NodeWorker
     coding: Coding
-    place: Place
+    place: DeviceParameters
     stale_max: int
     overlaid: bool
     capture: Callable[[], bytes]
@@ -154,7 +154,7 @@ class PeerExchange(Reducer):
         self._script = ScriptState(worker, parts.capture)
         self._computing, self._left = 0.0, 0.0  # smoothed seconds between two steps; the end of the last step
         self._clip: Clip | None = None  # the clipping that the script asked of this iteration's mean
-        self._weighed = Contribution(0.0, 0.0)  # this iteration's contribution
+        self._weighed = ContributionWeight(0.0, 0.0)  # this iteration's contribution
         self._refused = False  # True if no node may make this iteration's step
         # True if the gradients' parameters are from before the others went on without this node:
         self._stale = False
@@ -244,10 +244,10 @@ class PeerExchange(Reducer):
         self._worker.at = max(self._worker.at, self.steps)
         self._script.give(self.steps)
 
-    def _weigh(self, own: Contribution) -> None:
+    def _weigh(self, own: ContributionWeight) -> None:
         """Set this iteration's contribution; it weighs 0 if its gradients are of parameters that are too
         old."""
-        self._weighed = Contribution(0.0, own.samples) if self._stale else own
+        self._weighed = ContributionWeight(0.0, own.samples) if self._stale else own
 
     def before_step(self) -> None:
         self.parameters.check_unchanged()

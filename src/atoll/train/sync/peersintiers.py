@@ -29,16 +29,16 @@ from atoll.memory.agreeing import BatchEpochs
 from atoll.memory.fit import borrow, plan
 from atoll.memory.planning import settings_of
 from atoll.memory.stepping import state_dtypes
-from atoll.peers.settings import Settings
+from atoll.peers.settings import NodeSettings
 from atoll.tensors.binding import BoundChunk, carve, specs_of
 from atoll.tensors.optimizer import RemoteOptimizer, StepHooks
 from atoll.train.gradients.agreement import Ballot
 from atoll.train.gradients.alike import Treatments
 from atoll.train.gradients.memory import Tiers
 from atoll.train.gradients.reducer import Calls, Reducer
-from atoll.train.gradients.samples import Contribution
+from atoll.train.gradients.samples import ContributionWeight
 from atoll.train.gradients.scaling import Scaling
-from atoll.train.gradients.sums import AtEnd, Owner
+from atoll.train.gradients.sums import AtEnd, SummedReducer
 from atoll.train.group.rounds import Ring
 from atoll.train.members.workers import Workers
 from atoll.train.sync.peers import PeerModel, Peers
@@ -192,7 +192,7 @@ def least_host_bytes(
         "twin": 2 * trained + state,
         "scratch": sum(largest.values()) * threads,
     }
-    held = Settings(stale_max=stale_max).most_held(nodes)
+    held = NodeSettings(stale_max=stale_max).most_held(nodes)
     own = (devices - 1) * sum(run.nbytes for run in memory.trained)
     return host_bytes(memory, parts, held).total + own
 
@@ -277,7 +277,7 @@ class LentSum(AtEnd):
     """
 
     def __init__(
-        self, owner: Owner, chunks: Sequence[BoundChunk], *, ring: Ring, calls: Calls, lent: Lent
+        self, owner: SummedReducer, chunks: Sequence[BoundChunk], *, ring: Ring, calls: Calls, lent: Lent
     ) -> None:
         super().__init__(owner, chunks)
         self._ring, self._lent = ring, lent
@@ -295,7 +295,7 @@ class LentSum(AtEnd):
     def made_apart(self) -> None:
         self._treatments.latest = None
 
-    def reduce(self, own: Contribution) -> Contribution:
+    def reduce(self, own: ContributionWeight) -> ContributionWeight:
         ballot, scaling = self._ballot, self._scaling
         scaling.as_before(own, self._ring.world)
         with torch.no_grad():

@@ -1,7 +1,7 @@
 """The memory that a device of a node shares with the CPU side: parameters that come, and gradients that go.
 
-`Place` is where a device has its parameters and gradients: on the device (`OnDevice`), or lent by the CPU
-side (`Lent`). Source: docs/peers.md, "What a step does".
+`DeviceParameters` is where a device has its parameters and gradients: on the device (`OnDevice`), or
+lent by the CPU side (`Lent`). Source: docs/peers.md, "What a step does".
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from atoll.train.sync.peersworker import NodeWorker
 from atoll.wire.device import Freed, Published, Release, Returned
 
 
-class Place(Protocol):
+class DeviceParameters(Protocol):
     """The place of a model's parameters and gradients on a device.
 
     Attributes:
@@ -226,7 +226,7 @@ class LocalParameters:
         memory: the shared memory; None while detached.
     """
 
-    def __init__(self, place: Place, worker: NodeWorker) -> None:
+    def __init__(self, place: DeviceParameters, worker: NodeWorker) -> None:
         self._place, self._worker = place, worker
         self.taken, self.through, self.overlaying = 0, 0, 0.0
         self.memory: HostMemory | None = None

@@ -17,7 +17,7 @@ import torch
 from atoll.core.decoding import from_msgpack
 from atoll.tensors.binding import BoundChunk
 from atoll.train.gradients.reducer import Calls, check_steps
-from atoll.train.gradients.samples import Contribution
+from atoll.train.gradients.samples import ContributionWeight
 from atoll.train.gradients.sums import MakeSum
 from atoll.train.group.rounds import Ring
 from atoll.train.sync.peersdevices import one_node_in_trouble
@@ -78,7 +78,7 @@ class DevicesExchange(PeerExchange):
         with one_node_in_trouble():
             self._sum_up()
 
-    def _is_whole(self, own: Contribution, of_group: Contribution) -> None:
+    def _is_whole(self, own: ContributionWeight, of_group: ContributionWeight) -> None:
         self._weigh(of_group)
         self._seconds = self._pace() * own.samples
         super()._is_whole(own, of_group)

@@ -18,7 +18,7 @@ import msgspec
 from atoll.core.decoding import from_msgpack
 from atoll.core.errors import AtollError, DeadlineError
 from atoll.core.stands import Stand
-from atoll.peers.settings import Settings
+from atoll.peers.settings import NodeSettings
 from atoll.train.members.peersintroduction import Introduction
 from atoll.train.sync.peersdevices import Devices
 from atoll.train.sync.peersstart import CpuSide
@@ -31,10 +31,10 @@ from atoll.wire.device import (
     Left,
     LeftOut,
     Members,
+    Notice,
     Ready,
     Release,
     Returned,
-    Told,
     Waiting,
     decode,
     encode,
@@ -42,9 +42,9 @@ from atoll.wire.device import (
 
 _SLICE_SECONDS = 0.2  # length of a slice of a wait; after each slice the wait checks its deadline
 # For the CPU side to wait until the others have all contributions, and to say goodbye:
-_LEAVING_SECONDS = Settings.linger + 5.0
+_LEAVING_SECONDS = NodeSettings.linger + 5.0
 
-_LEADERS = (Waiting, Figures, Told)  # messages for the leader alone
+_LEADERS = (Waiting, Figures, Notice)  # messages for the leader alone
 
 Handler = Callable[[Any], None]
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atoll.axes.values import Run
+from atoll.axes.values import ElementRange
 from atoll.core import points
 from atoll.core.errors import CheckpointError, MismatchError, RunError, UserError
 from atoll.core.scriptline import waiting_line
@@ -29,7 +29,7 @@ from atoll.tensors.binding import BoundChunk
 from atoll.tensors.stephooks import AroundStep
 from atoll.train.api.place import Place
 from atoll.train.gradients.reducer import Reducer
-from atoll.train.gradients.samples import Contribution
+from atoll.train.gradients.samples import ContributionWeight
 from atoll.train.group.channel import Channel
 from atoll.train.group.inner import Replicas
 from atoll.train.group.rounds import Ring
@@ -52,7 +52,7 @@ class Values:
         """Take the chunks, while their parameters have memory. `written()` is called after each update."""
         self._chunks = {bound.chunk.id: bound for bound in chunks}
         self._written = written
-        self.runs = tuple(Run(bound.chunk.id, 0, bound.chunk.extent) for bound in chunks)
+        self.runs = tuple(ElementRange(bound.chunk.id, 0, bound.chunk.extent) for bound in chunks)
         self._likes = {
             bound.chunk.id: [(tuple(each.shape), each.stride()) for each in bound.parameters]
             for bound in chunks
@@ -63,7 +63,7 @@ class Values:
         """The bytes of all values."""
         return sum(bound.chunk.nbytes for bound in self._chunks.values())
 
-    def read(self, run: Run) -> Tensor:
+    def read(self, run: ElementRange) -> Tensor:
         bound = self._chunk_of(run)
         values = torch.zeros(run.stop, dtype=bound.dtype)
         with torch.no_grad():
@@ -76,7 +76,7 @@ class Values:
         yield self
         self._written()
 
-    def write(self, run: Run, values: Tensor) -> None:
+    def write(self, run: ElementRange, values: Tensor) -> None:
         bound = self._chunk_of(run)
         if values.shape != (run.stop,) or values.dtype != bound.dtype:
             raise UserError(
@@ -87,12 +87,12 @@ class Values:
             for parameter, part in zip(bound.parameters, self._parts(run, values), strict=True):
                 parameter.copy_(part)
 
-    def _chunk_of(self, run: Run) -> BoundChunk:
+    def _chunk_of(self, run: ElementRange) -> BoundChunk:
         if run not in self.runs:
             raise UserError(f"{run} is no run of this replica: take one of `replica.runs`")
         return self._chunks[run.chunk]
 
-    def _parts(self, run: Run, values: Tensor) -> Iterator[Tensor]:
+    def _parts(self, run: ElementRange, values: Tensor) -> Iterator[Tensor]:
         """Yield each parameter's part of a run, with the parameter's shape and strides."""
         offset = values.storage_offset()
         for slot, (shape, stride) in zip(
@@ -229,7 +229,7 @@ class Driver:
         """Register the hook on the step. It runs after the hooks registered before: tiers step in theirs."""
         self._handle = AroundStep(self._optimizer, _nothing, partial(self._after_step, reducer))
 
-    def contribution(self, has_gradient: bool) -> Contribution:
+    def contribution(self, has_gradient: bool) -> ContributionWeight:
         """Return this worker's contribution; before, let newcomers in, if any wait.
 
         This is called when an iteration's first gradient comes, or before its step.

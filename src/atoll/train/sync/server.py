@@ -31,12 +31,12 @@ from torch import Tensor
 from atoll.core import points
 from atoll.core.errors import UserError
 from atoll.exchange.feedback import Feedback
-from atoll.exchange.link import Link
+from atoll.exchange.link import ShardLink
 from atoll.tensors.binding import BoundChunk
-from atoll.train.gradients.messages import Message
+from atoll.train.gradients.messages import Bucket
 from atoll.train.gradients.reducer import Calls, Clipping, Reducer
 from atoll.train.gradients.ring import RingSum
-from atoll.train.gradients.samples import Contribution
+from atoll.train.gradients.samples import ContributionWeight
 from atoll.train.gradients.sums import MakeSum
 from atoll.train.group.rounds import Ring
 from atoll.train.sync.answers import Means, NewParameters
@@ -283,7 +283,7 @@ class Server(Reducer):
     def _count_sent(self, sent: int) -> None:
         self.bytes_sent += sent
 
-    def _contribution(self, own: Contribution, turn: int | None, **more: Any) -> Outgoing:
+    def _contribution(self, own: ContributionWeight, turn: int | None, **more: Any) -> Outgoing:
         """Return the contribution of the gradients in the store (see `ServerClient.outgoing`)."""
         if self.group is None:
             return self._client.outgoing(self.steps, own, turn, used=self.connection.used(), **more)
@@ -334,7 +334,7 @@ class Server(Reducer):
         if self.group is None:
             yield
             return
-        waited: list[Ring | Link] = [self.group.ring, self.connection.shards]
+        waited: list[Ring | ShardLink] = [self.group.ring, self.connection.shards]
         before = sum(each.seconds_waited for each in waited)
         yield
         self.exchange_seconds += sum(each.seconds_waited for each in waited) - before
@@ -357,7 +357,7 @@ class MeanExchange(Server):
         super().begin()
         self._client.begin()
 
-    def leave(self, message: Message) -> None:
+    def leave(self, message: Bucket) -> None:
         """Push a chunk while backward goes on."""
         self._calls.leaving()
         message.sent = True
@@ -369,7 +369,7 @@ class MeanExchange(Server):
             chunk.published.flat.zero_()
         self._client.push(self.steps, chunk.bound, chunk.published.flat, present, own.weight)
 
-    def _is_whole(self, own: Contribution, of_group: Contribution) -> None:
+    def _is_whole(self, own: ContributionWeight, of_group: ContributionWeight) -> None:
         if self.group is not None:
             self.group.whole()
         self._committed = self.steps
@@ -507,7 +507,7 @@ class ValuesExchange(Server):
     def __init__(self, parts: Parts, pipeline: int = 0) -> None:
         super().__init__(parts)
         self._pipelined = pipeline > 0
-        self._weighed = Contribution(0.0, 0.0)  # this iteration's contribution
+        self._weighed = ContributionWeight(0.0, 0.0)  # this iteration's contribution
         # Only gradients show a backward whose forward was not called: see `_check_forward`.
         watched = [parameter for bound in parts.chunks if parts.lazy for parameter in bound.parameters]
         arm = parts.calls.arm
@@ -542,7 +542,7 @@ class ValuesExchange(Server):
         if not self._pipelined:
             super()._check_forward()
 
-    def _is_whole(self, own: Contribution, of_group: Contribution) -> None:
+    def _is_whole(self, own: ContributionWeight, of_group: ContributionWeight) -> None:
         """Keep the contribution: nothing leaves before `step`."""
         self.connection.members.over()
         self._weighed = own
@@ -553,7 +553,7 @@ class ValuesExchange(Server):
         self._calls.leaving()
         if self._client.counted is not None:
             self.connection.members.told(self._client.counted)
-        own = self._weighed if accepted else Contribution(0.0, self._weighed.samples)
+        own = self._weighed if accepted else ContributionWeight(0.0, self._weighed.samples)
         with self.parameters.stepping():
             if self._pipelined:
                 self._step_ahead(own, hyperparameters)
@@ -563,7 +563,7 @@ class ValuesExchange(Server):
             if not self._lazy:
                 self.parameters.publish()
 
-    def _step_ahead(self, own: Contribution, hyperparameters: Hyperparameters) -> None:
+    def _step_ahead(self, own: ContributionWeight, hyperparameters: Hyperparameters) -> None:
         """Send this contribution, and end the exchange of the one before, which may have ended already.
 
         This contribution's parameters are requested only then: a shard keeps one question of each worker.
@@ -586,7 +586,7 @@ class ValuesExchange(Server):
         return (CONTRIBUTION, self.steps) if self._pipelined else CONTRIBUTION  # two may be under way
 
     def _contribute_all(
-        self, own: Contribution, hyperparameters: Hyperparameters, behind: int = 0, *, pull: bool = True
+        self, own: ContributionWeight, hyperparameters: Hyperparameters, behind: int = 0, *, pull: bool = True
     ) -> None:
         """Push all chunks, and commit. With `pull` the last push to each shard asks for the new
         parameters."""
@@ -625,9 +625,9 @@ class GroupValuesExchange(Server):
         super().__init__(parts)
         self._together, self._hyperparameters, self._pipeline = together, hyperparameters, pipeline
         self._in_flight: Outgoing | None = None
-        self._of_group = Contribution(0.0, 0.0)
+        self._of_group = ContributionWeight(0.0, 0.0)
 
-    def _is_whole(self, own: Contribution, of_group: Contribution) -> None:
+    def _is_whole(self, own: ContributionWeight, of_group: ContributionWeight) -> None:
         self._together.whole()
         self._of_group = of_group
         self.connection.members.over()
@@ -718,7 +718,7 @@ class GroupValuesExchange(Server):
     # -- the exchange -------------------------------------------------------------------------------------
 
     def _outgoing(self, accepted: bool, hyperparameters: Hyperparameters) -> Outgoing:
-        own = self._of_group if accepted else Contribution(0.0, self._of_group.samples)
+        own = self._of_group if accepted else ContributionWeight(0.0, self._of_group.samples)
         turn = 1 if self._pipeline else None  # the next backward overwrites the gradients
         return self._contribution(own, turn, hyperparameters=hyperparameters)
 

@@ -20,7 +20,7 @@ from atoll.core.config import (
 )
 from atoll.core.errors import AtollError, PeerLostError
 from atoll.core.heap import keep_freed_memory
-from atoll.exchange.link import LOG, Link
+from atoll.exchange.link import LOG, ShardLink
 from atoll.exchange.parties import Parties
 from atoll.net.endpoint import is_path
 from atoll.net.heartbeats import launcher_from_environment
@@ -136,7 +136,7 @@ class Service:
         if config.run.strategy == "ps-hra":
             hub.wait_for_links()
             self.rings = GroupRing(hub, address, keys, config.timeout_seconds)
-        self.shards = Link(
+        self.shards = ShardLink(
             self.hub.shards(),
             keys,
             hello=Hello(

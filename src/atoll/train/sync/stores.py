@@ -20,7 +20,7 @@ from atoll.net.returning import MOST_UNDER_WAY, Made, Payload
 from atoll.tensors.binding import BoundChunk, Buffer
 from atoll.tensors.changed import ChangedParameters
 from atoll.tensors.torch_compat import version_of
-from atoll.train.gradients.messages import ChunkGradients
+from atoll.train.gradients.messages import BucketChunk
 from atoll.train.gradients.reducer import Clipping
 from atoll.train.gradients.tiersums import Holder, TierCarrier, gradient_from, note_nonfinite, values_from
 
@@ -123,7 +123,7 @@ class Resident:
     def __init__(
         self,
         chunks: Sequence[BoundChunk],
-        published: Mapping[int, ChunkGradients] | None = None,
+        published: Mapping[int, BucketChunk] | None = None,
         *,
         keeps: bool = False,
     ) -> None:

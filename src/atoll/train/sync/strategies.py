@@ -34,7 +34,7 @@ from atoll.train.group.inner import AnyRing
 from atoll.train.group.rounds import Ring
 from atoll.train.members.regrouping import Regrouping
 from atoll.train.members.workers import Workers
-from atoll.train.sync.connection import Connection, Members, values_of
+from atoll.train.sync.connection import Connection, IterationMembers, values_of
 from atoll.train.sync.servedmodels import ServedModels
 from atoll.train.sync.server import Server
 from atoll.train.sync.service import Service
@@ -188,7 +188,7 @@ class Served:
         service: Service,
         workers: Workers,
         config: Config,
-        members: Members,
+        members: IterationMembers,
         models: ServedModels,
         make_exchange: MakeExchange,
         *,
@@ -295,7 +295,7 @@ class ServedModel:
         training: Training,
         service: Service,
         workers: Workers,
-        members: Members,
+        members: IterationMembers,
         make_exchange: Callable[[Training, Connection], Server],
     ) -> None:
         self._training, self._service, self._workers = training, service, workers
