@@ -189,13 +189,14 @@ def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(len(records), 1, figsize=(9, 2.5 + 2.5 * len(records)), layout="constrained")
-    for axis, record in zip(axes, records, strict=True):
+    size = (9, 2.5 + 2.5 * len(records))
+    figure, axes = plt.subplots(len(records), 1, figsize=size, squeeze=False, layout="constrained")
+    for axis, record in zip(axes[:, 0], records, strict=True):
         causes = sorted(record["causes"].items(), key=lambda each: each[1])
         axis.barh([cause for cause, _ in causes], [1e6 * seconds for _, seconds in causes], color="#2b6ca3")
         axis.set_title(f"{record['workers']} worker{'s' * (record['workers'] > 1)}", fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[-1].set_xlabel("microseconds in a step")
+    axes[-1, 0].set_xlabel("microseconds in a step")
     figure.suptitle("Where Atoll runs within a step of the digits network", fontsize=12)
     figure.savefig(path, dpi=150)
     plt.close(figure)
