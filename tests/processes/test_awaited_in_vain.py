@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from killed_runs import services
@@ -35,14 +33,6 @@ if "run" in sys.orig_argv:
 """
 LOG = r"its log is run/logs/hub\.log"
 SLEEPS = r"its process is alive, waits, and says nothing"
-
-
-@pytest.fixture
-def command(tmp_path: Path) -> Iterator[Command]:
-    command = Command(tmp_path)
-    yield command
-    for process in command.alive():
-        process.kill()
 
 
 def with_site(command: Command, word: str, module: str, more: str = "") -> dict[str, str]:

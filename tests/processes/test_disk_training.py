@@ -26,7 +26,7 @@ import torch
 from atoll.core.errors import UserError
 from atoll.memory.arena import Arena
 from atoll.memory.disk import DiskFile, PAGE, THREADS
-from atoll.memory.store import Store
+from atoll.memory.store import PayloadStore
 
 CHUNKS, NUMEL, STEPS, HOST = (int(word) for word in sys.argv[2:])
 MIB = 2**20
@@ -83,7 +83,7 @@ resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 host = Arena(HOST, 4 * NUMEL, alignment=PAGE)
 disk = DiskFile(sys.argv[1], 4 * CHUNKS * 4 * NUMEL, 4 * NUMEL)
-store = Store(host, disk)
+store = PayloadStore(host, disk)
 peak, grown, checksums = train(store)
 said = {
     "peak": peak,

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,14 +20,6 @@ from run_command import DEADLINE, Command, wait_for
 
 ENTRY = "from atoll.cli.entry import main; main()"
 STEPS = "step(1)\nstep(2)\nsay(Finished, iteration=2)\n"
-
-
-@pytest.fixture
-def command(tmp_path: Path) -> Iterator[Command]:
-    command = Command(tmp_path)
-    yield command
-    for process in command.alive():
-        process.kill()
 
 
 def catches(pid: int, signum: signal.Signals) -> bool:

@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from endings import STRATEGIES
 from own_events import ALONE, PREAMBLE
 from run_command import DEADLINE, Command, cause_of, wait_for
-
-
-@pytest.fixture
-def command(tmp_path: Path) -> Iterator[Command]:
-    command = Command(tmp_path)
-    yield command
-    for process in command.alive():
-        process.kill()
 
 
 def options(strategy: str, *more: str) -> list[str]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
-import pytest
 from run_command import DEADLINE, Command, wait_for
 
 AHEAD = """
@@ -29,11 +27,6 @@ with atoll.join() as session:
         while step == 3 and not pathlib.Path("enough").exists():
             time.sleep(0.02)
 """
-
-
-@pytest.fixture
-def command(tmp_path: Path) -> Command:
-    return Command(tmp_path)
 
 
 def test_a_second_run_is_refused_and_a_worker_an_hour_ahead_changes_no_duration(command: Command) -> None:
