@@ -19,7 +19,7 @@ from atoll.memory.sharedgradients import combined, partial_norm
 from atoll.memory.states import ChunkStates, stepped_dtype
 from atoll.moves.owners import Part, split_evenly
 from atoll.tensors.binding import specs_of
-from atoll.tensors.optimizer import elementwise_keys
+from atoll.tensors.stepunit import elementwise_keys
 from support.optimizers import FUSED, SETTINGS
 
 SHAPES = [(5, 7), (1,), (33, 31), (64,), (2, 515), (129,)]

@@ -421,18 +421,6 @@ def test_workers_with_different_models_are_told_which_parameter(
         assert "\n" not in failure.message
 
 
-@pytest.mark.parametrize("name", ["LBFGS", "Adafactor", "Muon"])
-def test_an_optimizer_that_is_not_elementwise_is_named_with_the_way_out(name: str) -> None:
-    if not hasattr(torch.optim, name):
-        pytest.skip(f"this torch has no {name}")
-    model = nn.Sequential(nn.Linear(7, 5, bias=False))
-    with atoll.join(CONFIG) as session, pytest.raises(PrepareError) as caught:
-        session.prepare(model, getattr(torch.optim, name)(model.parameters(), lr=0.01))
-    said = one_line(caught.value)
-    assert name in said
-    assert "AdamW" in said
-
-
 def test_sparse_and_lazy_modules_are_refused_by_name() -> None:
     with atoll.join(CONFIG) as session:
         sparse = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))

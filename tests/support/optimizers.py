@@ -67,3 +67,33 @@ class BlockwiseSGD(torch.optim.Optimizer):
         state["scales"] = padded.abs().amax(1).clamp(min=1e-12) / 127
         codes = (padded / state["scales"][:, None]).round().to(torch.int8)
         state["momentum"] = codes.reshape(-1)[:numel].view(parameter.shape)
+
+
+class ManyStates(torch.optim.Optimizer):
+    """Scales each parameter by the norms of its rows and columns, and keeps states of every form."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        del closure
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step(group, parameter, self.state[parameter])
+
+    def _step(self, group: dict[str, Any], parameter: torch.Tensor, state: dict[str, Any]) -> None:
+        matrix = parameter.grad.reshape(parameter.shape[0] if parameter.ndim else 1, -1)  # type: ignore[union-attr]
+        if not state:
+            state["step"], state["since"], state["mask"] = torch.tensor(0.0), 0, None
+            state["sides"] = [matrix.new_zeros(matrix.shape[0]), matrix.new_zeros(matrix.shape[1])]
+            state["codes"] = torch.zeros(5, dtype=torch.int8)
+        state["step"] += 1
+        state["since"] += 1
+        for side, axis in zip(state["sides"], (1, 0), strict=True):
+            side.mul_(0.9).add_(matrix.square().mean(axis))
+        state["codes"] = state["codes"] + 1
+        rows, columns = state["sides"]
+        scale = (rows[:, None] * columns[None, :] + 1e-12).rsqrt().clamp(max=10)
+        parameter.sub_((matrix * scale).reshape(parameter.shape), alpha=group["lr"] / float(state["step"]))

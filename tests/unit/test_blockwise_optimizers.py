@@ -1,5 +1,5 @@
-"""Optimizers whose state is quantised in blocks, as 8-bit ones have it, are refused by name wherever
-an optimizer is tried: they are element-wise for small parameters only."""
+"""Optimizers whose state is quantised in blocks, as 8-bit ones have it, are refused by name where
+parts of tensors are stepped: they are element-wise for small parameters only."""
 
 from __future__ import annotations
 
@@ -11,24 +11,18 @@ import pytest
 import torch
 from torch import nn
 
-import atoll
-from atoll.chunks import lay_out
-from atoll.core.config import Config
 from atoll.core.errors import PrepareError, UserError
 from atoll.core.memory import Memory
 from atoll.memory.fit import fit
 from atoll.memory.stepping import state_dtypes
-from atoll.tensors import optimizer as tried
-from atoll.tensors.binding import specs_of
-from atoll.tensors.optimizer import elementwise_keys
-from atoll.tensors.shardoptimizer import ShardOptimizer
-from atoll.train.api.place import Place
+from atoll.tensors import stepunit as tried
+from atoll.tensors.stepunit import elementwise_keys, unit_of
 from support.optimizers import SETTINGS, BlockwiseSGD
-from support.pool import ring_of_one
 
 LINE = (
     "optimizer BlockwiseSGD is not element-wise (it steps parameters of 4,096 elements and more by blocks, "
-    "as 8-bit optimizers do), so it cannot step chunks; use one that is, such as torch.optim.AdamW or SGD"
+    "as 8-bit optimizers do), and budgets of memory have it step parts of tensors; leave out the budgets, or "
+    "use one that is, such as torch.optim.AdamW or SGD"
 )
 
 
@@ -46,42 +40,63 @@ def test_it_is_element_wise_where_it_never_quantises() -> None:
     assert elementwise_keys(BlockwiseSGD(nn.Linear(3, 3).parameters(), least=2**40)) == {"momentum"}
 
 
-def prepared(place: Callable[[], Place]) -> None:
-    model = nn.Linear(100, 100)
-    with atoll.join(Config(), place=place()) as session:
-        session.prepare(model, BlockwiseSGD(model.parameters()))
-
-
 def fitted() -> None:
     model = nn.Linear(100, 100)
     fit(model, BlockwiseSGD(model.parameters()), memory=Memory(device="64KiB", host="1GiB"))
 
 
-def at_a_shard() -> None:
-    model = nn.Linear(100, 100)
-    parameters = dict(model.named_parameters())
-    layout = lay_out(specs_of(parameters, dict.fromkeys(parameters.values(), "0")), chunk_bytes=2**16)
-    settings = {k: v for k, v in BlockwiseSGD(model.parameters()).param_groups[0].items() if k != "params"}
-    path = "support.optimizers:BlockwiseSGD"
-    ShardOptimizer(layout, [0], path.replace(":", "."), [settings], configured=path)
-
-
 @pytest.mark.parametrize(
     "use",
     [
-        lambda: prepared(Place),
-        lambda: prepared(ring_of_one),
         fitted,
-        at_a_shard,
         lambda: state_dtypes(BlockwiseSGD(nn.Linear(2, 2).parameters()), torch.float32),
     ],
-    ids=["alone", "ring", "tiers", "shard", "planning"],
+    ids=["tiers", "planning"],
 )
-def test_it_is_refused_by_name_everywhere(use: Callable[[], None]) -> None:
+def test_it_is_refused_by_name(use: Callable[[], None]) -> None:
     with pytest.raises((PrepareError, UserError)) as caught:
         use()
     assert str(caught.value).endswith(LINE)
     assert "\n" not in str(caught.value)
+
+
+class ByShape(torch.optim.Optimizer):
+    """SGD, but that parameters of some shapes are stepped by the sign of their mean gradient."""
+
+    def __init__(self, params: Any, rule: Callable[[torch.Size], bool], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.rule = rule
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        del closure
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    by_mean = self.rule(parameter.shape)
+                    by = parameter.grad.mean().sign() if by_mean else parameter.grad
+                    parameter.sub_(by, alpha=group["lr"])
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda shape: len(shape) == 1,
+        lambda shape: len(shape) == 2,
+        lambda shape: len(shape) == 3,
+        lambda shape: len(shape) == 4,
+        lambda shape: len(shape) > 1 and min(shape) >= 128,
+        lambda shape: shape.numel() >= 4096,
+        lambda shape: shape == (7, 11),  # of the optimizer's own parameter alone
+    ],
+    ids=["vectors", "matrices", "cubes", "filters", "sides of 128", "large", "own"],
+)
+def test_a_rule_for_some_shapes_is_seen(rule: Callable[[torch.Size], bool]) -> None:
+    parameters = [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(7, 11))]
+    unit = unit_of(ByShape(parameters, rule))
+    assert unit.by_tensor
+    assert "shape [" in unit.why or "differ" in unit.why or "by blocks" in unit.why
+    assert not unit_of(ByShape(parameters, lambda _: False)).by_tensor
 
 
 def test_optimizers_of_torch_pass_at_any_rate_of_learning() -> None:
@@ -101,7 +116,9 @@ def test_param_groups_that_differ_in_their_rate_are_tried_once(monkeypatch: pyte
     tries: list[dict[str, Any]] = []
     real = tried.elementwise_state_keys
     monkeypatch.setattr(
-        tried, "elementwise_state_keys", lambda o, group, d: tries.append(group) or real(o, group, d)
+        tried,
+        "elementwise_state_keys",
+        lambda o, g, *rest, **more: tries.append(g) or real(o, g, *rest, **more),
     )
     groups = [{"params": [nn.Parameter(torch.zeros(2))], "lr": 1e-4 * n} for n in range(1, 50)]
     groups += [{"params": [nn.Parameter(torch.zeros(2))], "betas": (0.8, 0.9)}]

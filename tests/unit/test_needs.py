@@ -41,6 +41,7 @@ def under_budgets(strategy: str, settings: list[str] = [], late: bool = False, *
 OVER = {"over": "expert.weight", "ranks": [0, 1]}
 NORM = {"module": "1.norm"}
 AT_HOME = {"steps": "home"}
+BY_TENSOR = {"unit": "tensor", "optimizer": "Muon", "why": "it came out different"}
 # For each row: a run that the row refuses, and how its sentence begins and ends.
 EXAMPLES: dict[str, tuple[Choices, str, str]] = {
     "peers-consistency": (
@@ -356,10 +357,20 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         "parameter 'w' is bfloat16, which link.fill 'rescale' cannot multiply on its way",
         "set link.fill to zero",
     ),
-    "optimizer-by-tensor": (
-        Choices({"unit": "tensor", "optimizer": "Muon", "why": "it came out different"}),
-        "optimizer Muon is not element-wise (it came out different), so it cannot step chunks",
-        "use one that is, such as torch.optim.AdamW or SGD",
+    "optimizer-closure": (
+        Choices({"closure": "needed", "optimizer": "LBFGS"}),
+        "optimizer LBFGS calls the script's closure several times in a step",
+        "use one whose step() needs no closure, such as torch.optim.AdamW or SGD",
+    ),
+    "optimizer-by-tensor-budgets": (
+        Choices({**BY_TENSOR, "store": "tiered"}),
+        "optimizer Muon is not element-wise (it came out different), and budgets of memory have it step",
+        "leave out the budgets, or use one that is, such as torch.optim.AdamW or SGD",
+    ),
+    "optimizer-by-tensor-elsewhere": (
+        Choices({**BY_TENSOR, "store": "resident", "sync": "peers", "run.strategy": "peers"}),
+        "optimizer Muon is not element-wise (it came out different), and strategy 'peers' steps flat",
+        "set run.strategy to ring or server, or use one that is, such as torch.optim.AdamW or SGD",
     ),
     "optimizer-unknown-elsewhere": (
         Choices({**AT_HOME, "run.strategy": "peers", "optimizer": "Own", "defined": "in the script itself"}),

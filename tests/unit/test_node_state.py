@@ -23,7 +23,7 @@ from atoll.exchange.globalstate import (
     unpack_optimizer,
 )
 from atoll.exchange.hostmemory import make_file, map_bytes
-from atoll.tensors.optimizer import elementwise_keys
+from atoll.tensors.stepunit import elementwise_keys
 
 TWO = [{"lr": 0.05}, {"lr": 0.02, "weight_decay": 0.1}]
 KINDS: list[tuple[type[torch.optim.Optimizer], list[dict[str, Any]]]] = [

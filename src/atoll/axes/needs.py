@@ -496,11 +496,28 @@ def _of_models() -> Iterator[Need]:
         PrepareError,
     )
     yield Need(
-        "optimizer-by-tensor",
+        "optimizer-closure",
         prepare,
-        {"unit": Is("tensor")},
-        "optimizer {optimizer} is not element-wise ({why}), so it cannot step chunks; use one that is, such "
-        "as torch.optim.AdamW or SGD",
+        {"closure": Is("needed")},
+        "optimizer {optimizer} calls the script's closure several times in a step, and its workers would not "
+        "call it equally often; use one whose step() needs no closure, such as torch.optim.AdamW or SGD",
+        PrepareError,
+    )
+    by_tensor = "optimizer {optimizer} is not element-wise ({why}), "
+    yield Need(
+        "optimizer-by-tensor-budgets",
+        prepare,
+        {"unit": Is("tensor"), "store": IsNot("resident")},
+        by_tensor + "and budgets of memory have it step parts of tensors; leave out the budgets, or use one "
+        "that is, such as torch.optim.AdamW or SGD",
+        PrepareError,
+    )
+    yield Need(
+        "optimizer-by-tensor-elsewhere",
+        prepare,
+        {"unit": Is("tensor"), "sync": Is("peers")},
+        by_tensor + "and strategy {run.strategy!r} steps flat parts of a model; set run.strategy to ring or "
+        "server, or use one that is, such as torch.optim.AdamW or SGD",
         PrepareError,
     )
     yield Need(

@@ -20,7 +20,8 @@ class ParameterSpec(msgspec.Struct, frozen=True):
     """A parameter as the layout sees it; a parameter's index is its place in the order of registration.
 
     `dtype` is torch's name without `torch.`, `settings` the key of the parameter's param group, and `feature`
-    the process group that shards or replicates it.
+    the process group that shards or replicates it. `strides`, in elements, are those of a parameter that is
+    dense but not contiguous (channels_last); empty for a contiguous one.
     """
 
     name: str
@@ -29,6 +30,21 @@ class ParameterSpec(msgspec.Struct, frozen=True):
     trainable: bool = True
     settings: str = ""
     feature: str = ""
+    strides: tuple[int, ...] = ()
+
+    @property
+    def is_dense(self) -> bool:
+        """True if the strides fill the parameter's memory without gaps or overlaps."""
+        if not self.strides:
+            return True
+        if len(self.strides) != len(self.shape):
+            return False
+        expected = 1
+        for stride, size in sorted(zip(self.strides, self.shape, strict=True)):
+            if size > 1 and stride != expected:
+                return False
+            expected *= max(1, size)
+        return True
 
     @property
     def numel(self) -> int:

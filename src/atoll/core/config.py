@@ -195,7 +195,7 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[server]`: the shards.
 
     Args:
-        optimizer: An optimizer that shards may run in addition to torch.optim's element-wise ones, as
+        optimizer: An optimizer that shards may run in addition to torch.optim's own, as
             `"package.module:Class"`.
         snapshot: Time between two snapshots of a shard's state on disk.
         journal: Reaction of a shard that cannot write its journal, on a full disk, say. `"optional"`: the

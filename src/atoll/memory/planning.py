@@ -18,7 +18,7 @@ from atoll.moves.owners import Share
 from atoll.moves.search import MemoryPlan, Profile, Use, search_plan
 from atoll.moves.timeline import Bandwidths
 from atoll.tensors.binding import specs_of
-from atoll.tensors.optimizer import elementwise_keys
+from atoll.tensors.stepunit import elementwise_keys
 
 _LISTS = (nn.ParameterList, nn.ParameterDict)
 

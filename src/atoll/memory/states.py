@@ -17,7 +17,8 @@ from atoll.memory.gradients import TrainedChunk
 from atoll.memory.payloads import MASTER, VALUES, Payloads, spare_kind, state_kind
 from atoll.memory.portions import Portion
 from atoll.memory.stepqueue import Settings
-from atoll.tensors.optimizer import State, copied, elementwise_keys, signature
+from atoll.tensors.optimizer import State, copied, signature
+from atoll.tensors.stepunit import elementwise_keys
 
 # (first and last slot, states of each parameter as a whole, keys of the element-wise states)
 Kept: TypeAlias = tuple[tuple[int, int], State, frozenset[str]]

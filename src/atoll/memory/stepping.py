@@ -29,8 +29,9 @@ from atoll.memory.segments import RunSegment, Segments, here, noted, run_step
 from atoll.memory.speculation import Ahead, Spares, Speculation, can_be_stepped_ahead
 from atoll.memory.states import ChunkStates
 from atoll.memory.stepqueue import DEADLINE, StepCall, StepQueue
-from atoll.tensors.optimizer import call_closure_now, check_groups, elementwise_keys
+from atoll.tensors.optimizer import call_closure_now, check_groups
 from atoll.tensors.stephooks import AroundStep, Handle
+from atoll.tensors.stepunit import elementwise_keys
 
 _STEPPED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # optimizers that have a ChunkStepper
 

@@ -35,6 +35,7 @@ from atoll.store.pulls import AnyPull, Pulls
 from atoll.store.shard import ShardState
 from atoll.store.streams import SCALED
 from atoll.tensors.compensation import Origins, compensated
+from atoll.tensors.packing import PACKED
 from atoll.tensors.payload import tensor_of
 from atoll.tensors.shardoptimizer import ShardOptimizer
 from atoll.tensors.wholechunk import OpenRecord, WholeChunk, dtype_of
@@ -185,6 +186,7 @@ class Model:
             setup.hyperparameters,
             configured=self._configured,
             fused=self._fused,
+            by_tensor=setup.by_tensor,
         )
         if setup.compensation > 0 and setup.consistency != "bsp":
             optimizer.origins = Origins(kept=1 + setup.pipeline)
@@ -296,7 +298,8 @@ class Model:
             except UserError as error:
                 return str(error)
         expected = self.optimizer.values(chunk).numel() * dtype.itemsize
-        if payload is None or payload.nbytes != expected:
+        has_any_size = message.key == PACKED and payload is not None
+        if payload is None or (payload.nbytes != expected and not has_any_size):
             return wrong_size(chunk, payload, expected)
         if message.key:
             self._given.setdefault(chunk, {})[message.key] = tensor_of(payload, dtype)

@@ -164,6 +164,7 @@ def specs_of(
             dtype=_short(parameter.dtype),
             trainable=parameter.requires_grad,
             settings=settings.get(parameter, ""),
+            strides=() if parameter.is_contiguous() else parameter.stride(),
         )
         for name, parameter in parameters.items()
     ]

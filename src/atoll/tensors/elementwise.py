@@ -5,13 +5,17 @@ no other (docs/notes/optimizers.md). A list of names would miss subclasses and o
 optimizers. So a probe is stepped twice, once as a matrix and once as flat pieces, and the two results must
 agree.
 
-Some optimizers are element-wise for small parameters only: 8-bit ones quantise the state of larger ones in
-blocks (from 4,096 elements on, in blocks of 256 or 2,048). So there are larger probes too, cut inside blocks.
+Some optimizers are element-wise for some parameters only: 8-bit ones quantise the state of larger ones in
+blocks (from 4,096 elements on, in blocks of 256 or 2,048), and others have a rule for matrices alone, or for
+large ones. So there are probes of several sizes and numbers of dimensions, cut inside blocks, and probes of
+the shapes that the optimizer's own parameters have.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -40,8 +44,18 @@ class _Probe:
     why: str
 
 
+_BY_SHAPE = "it steps parameters of shape {} otherwise than their flat halves"
 _BY_BLOCKS = "it steps parameters of 4,096 elements and more by blocks, as 8-bit optimizers do"
 _EXACT, _ROUNDED = (1e-9, 1e-12), (1e-4, 1e-6)
+
+
+def _of_shape(shape: tuple[int, ...]) -> _Probe:
+    """Return the probe of one shape, cut a little before its middle."""
+    numel = math.prod(shape)
+    pieces = (max(1, numel // 2 - 1), numel - max(1, numel // 2 - 1))
+    return _Probe(shape, pieces, 2, torch.float64, _EXACT, _BY_SHAPE.format(list(shape)))
+
+
 _PROBES = (
     _Probe(
         (4, 6), (12, 12), 3, torch.float64, _EXACT, "a matrix and its two flattened halves came out different"
@@ -49,19 +63,37 @@ _PROBES = (
     # One or two blocks by most libraries' block sizes, then several blocks, in the dtype of these optimizers.
     _Probe((64, 64), (1000, 3096), 2, torch.float64, _EXACT, _BY_BLOCKS),
     _Probe((4, 32, 128), (5001, 11383), 2, torch.float32, _ROUNDED, _BY_BLOCKS),
+    # A rule for vectors alone, for filters alone, and for matrices whose sides are both 128 or more.
+    *(_of_shape(shape) for shape in ((6001,), (8, 16, 5, 7), (129, 130))),
 )
+_MOST_ELEMENTS = 2**17  # of a probe with the shape of a parameter; a larger one would take long
+_MOST_SHAPES = 4
 
 
 def elementwise_state_keys(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    device: torch.device,
+    shapes: Iterable[tuple[int, ...]] = (),
+    *,
+    trusted: bool = False,
 ) -> set[str]:
     """Return the keys of per-element state (`exp_avg`), as opposed to per-parameter state (`step`).
 
-    `group` is a param group of the optimizer, and gives the hyperparameters. Raises NotElementwiseError if
-    the trial does not show that the optimizer is element-wise.
+    Args:
+        optimizer: the optimizer.
+        group: one of its param groups, which gives the hyperparameters.
+        device: where the trial is made.
+        shapes: those of parameters that it steps; the largest that are not too large are tried too.
+        trusted: True takes the optimizer's word: it must step flat pieces, whatever comes out.
+
+    Raises NotElementwiseError if the trial does not show that the optimizer is element-wise.
     """
     group = {**group, **_fast_enough(group)}
-    keys = [_keys_found(probe, optimizer, group, device) for probe in _PROBES]
+    own = {shape for shape in shapes if 1 < math.prod(shape) <= _MOST_ELEMENTS}
+    largest = sorted(own, key=lambda shape: (math.prod(shape), shape))[-_MOST_SHAPES:]
+    probes = _PROBES[:1] if trusted else (*_PROBES, *map(_of_shape, largest))
+    keys = [_keys_found(probe, optimizer, group, device, trusted=trusted) for probe in probes]
     return keys[0]
 
 
@@ -89,11 +121,17 @@ def _fast_enough(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _keys_found(
-    probe: _Probe, optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device
+    probe: _Probe,
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    device: torch.device,
+    *,
+    trusted: bool,
 ) -> set[str]:
     """Return the keys of the state that is kept for each element of the probe.
 
-    Raises NotElementwiseError where the pieces' results differ from the matrix's.
+    Raises NotElementwiseError where the pieces' results differ from the matrix's; if `trusted`, only where
+    the optimizer raises.
     """
     values, gradients = _numbers(probe)
     try:
@@ -106,8 +144,9 @@ def _keys_found(
             device,
         )
         keys = {k for k, v in state.items() if isinstance(v, Tensor) and v.shape == whole.shape}
-        alike = _alike(whole, pieces, probe) and all(
-            _alike(state[key], [each[key] for each in states], probe) for key in keys
+        alike = trusted or (
+            _alike(whole, pieces, probe)
+            and all(_alike(state[key], [each[key] for each in states], probe) for key in keys)
         )
     except NotElementwiseError:
         raise

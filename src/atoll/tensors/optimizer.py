@@ -27,11 +27,10 @@ import torch
 from torch import Tensor, nn
 
 from atoll.axes.choices import Choices
-from atoll.axes.needs import check, error_of
+from atoll.axes.needs import check
 from atoll.chunks import Chunk
 from atoll.core.errors import UserError
 from atoll.tensors.binding import BoundChunk, carve
-from atoll.tensors.elementwise import NotElementwiseError, elementwise_state_keys, tried_alike
 from atoll.tensors.lazy import read_whole
 from atoll.tensors.stephooks import AroundStep, Handle
 from atoll.tensors.tensorfile import storage_key
@@ -52,13 +51,16 @@ _CACHE_LINE = 64  # bytes: the unit of torch's fused CPU kernels, and at least a
 
 
 class Segment:
-    """A run of a chunk's slots, `first` to `last` inclusive, that steps as one flat parameter."""
+    """A run of a chunk's slots, `first` to `last` inclusive, that steps as one parameter.
 
-    def __init__(self, chunk: BoundChunk, first: int, last: int) -> None:
+    The parameter is flat, or, with `like`, one slot's tensor with the shape and strides of `like`.
+    """
+
+    def __init__(self, chunk: BoundChunk, first: int, last: int, like: Tensor | None = None) -> None:
         slots = chunk.chunk.slots
-        self.chunk, self.first, self.last = chunk, first, last
+        self.chunk, self.first, self.last, self._like = chunk, first, last, like
         self.start, self.end = slots[first].offset, slots[last].offset + slots[last].numel
-        self.parameter = nn.Parameter(chunk.flat[self.start : self.end])
+        self.parameter = nn.Parameter(self._part(chunk.flat))
         self._memory = chunk.flat
         self.state: State = {}
         # For each per-parameter key, [slots, ...]: each slot's own tensor, where there are several slots.
@@ -69,12 +71,17 @@ class Segment:
         """Point at the chunk's memory, which may have moved since the last step."""
         if self._memory is not self.chunk.flat:
             self._memory = self.chunk.flat
-            self.parameter.data = self._memory[self.start : self.end]
+            self.parameter.data = self._part(self._memory)
+
+    def _part(self, flat: Tensor) -> Tensor:
+        """Return this segment's part of a chunk's values or gradients."""
+        part, like = flat[self.start : self.end], self._like
+        return part if like is None else part.as_strided(like.shape, like.stride())
 
     def gradient(self, buffer: Tensor) -> Tensor:
         """Return this segment's part of the chunk's gradients; the view of the latest buffer is cached."""
         if self._gradient is None or self._gradient[0] is not buffer:
-            self._gradient = buffer, buffer[self.start : self.end]
+            self._gradient = buffer, self._part(buffer)
         return self._gradient[1]
 
     def forget_gradient(self) -> None:
@@ -117,10 +124,13 @@ class SavedState:
 
 
 class ChunkState:
-    """A chunk's optimizer state: a flat tensor for each per-element state, and per-slot values."""
+    """A chunk's optimizer state: a flat tensor for each per-element state, and per-slot values.
 
-    def __init__(self, chunk: BoundChunk) -> None:
-        self.chunk = chunk
+    `by_tensor`: each slot is a segment of its parameter's shape, and all its states are per-slot values.
+    """
+
+    def __init__(self, chunk: BoundChunk, by_tensor: bool = False) -> None:
+        self.chunk, self._by_tensor = chunk, by_tensor
         self.elements: dict[str, Tensor] = {}  # key -> [chunk.extent]
         self.slots: list[State] = [
             {} for _ in chunk.chunk.slots
@@ -134,16 +144,21 @@ class ChunkState:
     def cut(self, present: tuple[bool, ...], fused: bool) -> None:
         """Make the segments for the slots that have a gradient; `fused` is the param group's setting."""
         self.dissolve()
-        signatures = [
-            signature(self.slots[slot], self.elements) if here else None for slot, here in enumerate(present)
-        ]
-        runs = runs_alike(self.chunk.chunk, signatures, self.chunk.flat.dtype, self.chunk.flat.device, fused)
+        if self._by_tensor:
+            runs = [(slot, slot) for slot, here in enumerate(present) if here]
+        else:
+            signatures = [
+                signature(self.slots[slot], self.elements) if here else None
+                for slot, here in enumerate(present)
+            ]
+            flat = self.chunk.flat
+            runs = runs_alike(self.chunk.chunk, signatures, flat.dtype, flat.device, fused)
         self.segments = [self._segment(first, last) for first, last in runs]
         self.present = present
         self.note_shown()
 
     def _segment(self, first: int, last: int) -> Segment:
-        segment = Segment(self.chunk, first, last)
+        segment = Segment(self.chunk, first, last, self.chunk.parameters[first] if self._by_tensor else None)
         for key, value in self.slots[first].items():
             if key in self.elements:
                 segment.state[key] = self.elements[key][segment.start : segment.end]
@@ -188,8 +203,10 @@ class ChunkState:
         for key, value in state.items():
             if value is segment.state.get(key):
                 continue
-            per_element = isinstance(value, Tensor) and (
-                key in elementwise or (value.numel() > 1 and value.shape == segment.parameter.shape)
+            per_element = (
+                not self._by_tensor
+                and isinstance(value, Tensor)
+                and (key in elementwise or (value.numel() > 1 and value.shape == segment.parameter.shape))
             )
             if per_element:
                 # A copy, since an optimizer may swap two tensors of its state.
@@ -564,6 +581,7 @@ class ChunkOptimizer:
         hooks: the functions around each step.
         gradients: returns a chunk's gradients as a flat tensor, and for each slot whether there is one (zeros
             if not); called after `hooks.before`.
+        by_tensor: segments are whole parameters, each of its own shape.
     """
 
     def __init__(
@@ -573,11 +591,13 @@ class ChunkOptimizer:
         elementwise: set[str],
         hooks: StepHooks,
         gradients: Callable[[BoundChunk], tuple[Tensor, tuple[bool, ...]]],
+        *,
+        by_tensor: bool = False,
     ) -> None:
         self.optimizer, self._hooks, self._gradients = optimizer, hooks, gradients
         self._group_parameters = [list(group["params"]) for group in optimizer.param_groups]
         group_of = {p: index for index, params in enumerate(self._group_parameters) for p in params}
-        self._states = [ChunkState(chunk) for chunk in chunks if chunk.parameters[0] in group_of]
+        self._states = [ChunkState(chunk, by_tensor) for chunk in chunks if chunk.parameters[0] in group_of]
         self._group_of_chunk = [group_of[state.chunk.parameters[0]] for state in self._states]
         self._elementwise = elementwise
         self._user_state: defaultdict[Any, Any] | None = None  # the optimizer's own state during an exchange
@@ -745,27 +765,6 @@ def check_groups(
             )
 
 
-def elementwise_keys(optimizer: torch.optim.Optimizer) -> set[str]:
-    """Return the keys of the optimizer's per-element state, over all its param groups.
-
-    Raises PrepareError for an optimizer that is not element-wise.
-    """
-    keys: set[str] = set()
-    tried: list[object] = []
-    try:
-        for group in optimizer.param_groups:
-            device = group["params"][0].device if group["params"] else torch.device("cpu")
-            settings = (device, tried_alike(group))
-            if settings not in tried:
-                tried.append(settings)
-                keys |= elementwise_state_keys(optimizer, group, device)
-    except NotElementwiseError as error:
-        facts = {"unit": "tensor", "optimizer": type(optimizer).__name__, "why": str(error)}
-    else:
-        return keys
-    raise error_of("prepare", Choices(facts))
-
-
 def runs_alike(
     chunk: Chunk,
     signatures: Sequence[object],
@@ -842,7 +841,12 @@ def own_tensors(states: Iterable[State]) -> None:
 
 
 def copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+    """Return a copy of a state, in which later changes of the state do not show."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if type(value) in (list, tuple):
+        return type(value)(map(copied, value))
+    return {key: copied(each) for key, each in value.items()} if type(value) is dict else value
 
 
 def signature(state: State, elementwise: Collection[str]) -> tuple[object, ...]:

@@ -2,8 +2,8 @@
 
 Chunks step one by one, so that one can be sent while the next is stepped. Nothing is unpickled:
 hyperparameters come as plain numbers, and an optimizer is known by its class's name. The class is one of
-torch.optim's element-wise ones, or the one that the shard's operator has configured or the node's own script
-imports.
+torch.optim's, or the one that the shard's operator has configured or the node's own script imports. An
+optimizer that is not element-wise steps tensors of the parameters' own shapes, which the layout has.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from torch import Tensor, nn
 
 from atoll.axes.choices import Choices
 from atoll.axes.needs import check
-from atoll.chunks import Chunk, ChunkMap
-from atoll.core.errors import PrepareError, UserError
+from atoll.chunks import Chunk, ChunkMap, ParameterSpec, Slot
+from atoll.core.errors import UserError
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.compensation import Origins
-from atoll.tensors.optimizer import ChunkOptimizer, SavedState, StepHooks, elementwise_keys
+from atoll.tensors.elementwise import NotElementwiseError, elementwise_state_keys
+from atoll.tensors.optimizer import ChunkOptimizer, SavedState, StepHooks
+from atoll.tensors.packing import PACKED, pack, unpack
 from atoll.tensors.stephooks import AroundStep
 
 Settings: TypeAlias = dict[str, Any]  # a param group without its parameters
@@ -32,6 +34,7 @@ SlotValues: TypeAlias = list[dict[str, Any]]  # for each slot, its states that a
 
 _ALLOWED = (
     "SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop",
+    "Adafactor", "Muon",  # by whole tensors; an old torch has no Muon
 )  # fmt: skip
 _FUSED = ("SGD", "Adam", "AdamW", "Adagrad")  # those with a fused implementation on CPUs
 _HALF = (torch.float16, torch.bfloat16)
@@ -50,8 +53,8 @@ def optimizer_class(name: str, configured: str = "") -> type[torch.optim.Optimiz
     uses; no other module is imported. Raises UserError for other classes that are not torch.optim's.
     """
     for allowed in _ALLOWED:
-        class_: type[torch.optim.Optimizer] = getattr(torch.optim, allowed)
-        if name in (full_name(class_), f"torch.optim.{allowed}"):
+        class_: type[torch.optim.Optimizer] | None = getattr(torch.optim, allowed, None)
+        if class_ is not None and name in (full_name(class_), f"torch.optim.{allowed}"):
             return class_
     if configured:
         own = _import(configured)
@@ -59,8 +62,8 @@ def optimizer_class(name: str, configured: str = "") -> type[torch.optim.Optimiz
             return own
     but = f", and server.optimizer names {configured!r}" if configured else ""
     raise UserError(
-        f"cannot run the optimizer {name!r} outside the script: it is none of torch.optim's element-wise "
-        f"ones ({', '.join(_ALLOWED)}){but}; take one of these, or with a parameter server set "
+        f"cannot run the optimizer {name!r} outside the script: it is none of torch.optim's that "
+        f"need no closure ({', '.join(_ALLOWED)}){but}; take one of these, or with a parameter server set "
         "server.optimizer to its 'package.module:Class' on every shard"
     )
 
@@ -68,10 +71,10 @@ def optimizer_class(name: str, configured: str = "") -> type[torch.optim.Optimiz
 def own_path(class_: type[torch.optim.Optimizer], strategy: str) -> str:
     """Return the "package.module:Class" by which another process can import the script's optimizer class.
 
-    Empty for torch.optim's element-wise classes. Raises PrepareError for a class that is defined in the
+    Empty for torch.optim's classes. Raises PrepareError for a class that is defined in the
     script itself or in a function.
     """
-    if any(getattr(torch.optim, allowed) is class_ for allowed in _ALLOWED):
+    if any(getattr(torch.optim, allowed, None) is class_ for allowed in _ALLOWED):
         return ""
     if class_.__module__ == "__main__" or "<locals>" in class_.__qualname__:
         where = "in the script itself" if class_.__module__ == "__main__" else "within a function"
@@ -95,10 +98,14 @@ def _import(path: str) -> type[torch.optim.Optimizer]:
 
 @dataclass(frozen=True)
 class _Kind:
-    """The kinds of state that a param group's optimizer keeps, found by stepping two elements."""
+    """The kinds of state that a param group's optimizer keeps, found by stepping two elements.
+
+    `by_tensor`: it steps whole tensors, and its states may have any form.
+    """
 
     elementwise: set[str]
     dtypes: Mapping[str, torch.dtype]  # of every state that is a tensor
+    by_tensor: bool = False
 
     def tensor(self, key: str, value: Any) -> Any:
         """Return a slot's number in the optimizer's form; raises UserError if `value` is not a number."""
@@ -177,14 +184,26 @@ class Scratch:
 
 
 class _HeldChunk:
-    """One chunk with its optimizer and stepper; `settings` is None for a chunk that is not trained."""
+    """One chunk with its optimizer and stepper; `settings` is None for a chunk that is not trained.
 
-    def __init__(self, chunk: Chunk, class_: type[torch.optim.Optimizer], settings: Settings | None) -> None:
+    `specs` are the layout's parameters if the optimizer steps whole tensors, else None: an element-wise
+    update does not depend on shapes.
+    """
+
+    def __init__(
+        self,
+        chunk: Chunk,
+        class_: type[torch.optim.Optimizer],
+        settings: Settings | None,
+        specs: Sequence[ParameterSpec] | None,
+    ) -> None:
         dtype = getattr(torch, chunk.dtype)
         self.chunk = chunk
-        # Flat parameters: the update is element-wise, so the workers' shapes and strides do not matter.
         self.parameters = [
-            nn.Parameter(torch.zeros(slot.numel, dtype=dtype), requires_grad=dtype.is_floating_point)
+            nn.Parameter(
+                torch.zeros(slot.numel, dtype=dtype) if specs is None else _shaped(slot, specs, dtype),
+                requires_grad=dtype.is_floating_point,
+            )
             for slot in chunk.slots
         ]
         self.bound = BoundChunk(chunk, [str(slot.parameter) for slot in chunk.slots], self.parameters)
@@ -208,7 +227,12 @@ class _HeldChunk:
         self.kind = kind
         hooks = StepHooks(before=_nothing, accept=lambda _: True, after=_nothing)
         self.stepper = ChunkOptimizer(
-            self.optimizer, [self.bound], kind.elementwise, hooks, lambda _: self._given()
+            self.optimizer,
+            [self.bound],
+            kind.elementwise,
+            hooks,
+            lambda _: self._given(),
+            by_tensor=kind.by_tensor,
         )
         if isinstance(self.optimizer, torch.optim.SGD):  # after the stepper's hooks: it must see segments
             AroundStep(self.optimizer, _unfuse if self.flat.dtype in _HALF else _unfuse_mixed)
@@ -243,6 +267,10 @@ class _HeldChunk:
         assert step.mean is not None
         self.step(step.mean, step.present)
 
+    def states(self) -> list[dict[str, Any]]:
+        """Return each slot's state, not copied."""
+        return [self.optimizer.state.get(parameter, {}) for parameter in self.parameters]
+
     @contextlib.contextmanager
     def undone(self, scratch: Scratch) -> Iterator[None]:
         assert self.kind is not None
@@ -274,6 +302,8 @@ class ShardOptimizer:
     `hyperparameters` are the param groups, in order, in the form of wire.messages.plain_hyperparameters. All
     tensors given and returned are flat, of a chunk's extent and on the CPU.
 
+    With `by_tensor`, it steps whole tensors.
+
     With `fused`, a param group that leaves the implementation to torch (fused=None) uses torch's fused kernel
     if there is one. The kernel is faster, and in single precision rounds differently from the loop that torch
     would choose. SGD never steps half precision by a fused kernel, even if a script asks for one: the
@@ -289,6 +319,7 @@ class ShardOptimizer:
         *,
         configured: str = "",
         fused: bool = False,
+        by_tensor: bool = False,
     ) -> None:
         self.layout, self._fused = layout, fused
         self._class = optimizer_class(optimizer, configured)
@@ -302,10 +333,14 @@ class ShardOptimizer:
             chunk = layout.chunks[id_]
             group = self._group_index(chunk)
             settings = None if group is None else self._groups[group]
-            item = self._chunks[id_] = _HeldChunk(chunk, self._class, settings)
+            specs = layout.specs if by_tensor else None
+            item = self._chunks[id_] = _HeldChunk(chunk, self._class, settings, specs)
             if group is None:
                 continue
             self._group_of[id_] = group
+            if by_tensor:
+                item.begin(_Kind(set(), {PACKED: torch.uint8}, by_tensor=True))
+                continue
             if (group, chunk.dtype) not in kinds:
                 kinds[group, chunk.dtype] = _probe(
                     self._class, item.optimizer, self._groups[group], chunk.dtype
@@ -471,8 +506,10 @@ class ShardOptimizer:
         return {key: dtype for key, dtype in rest.items() if kind and key not in kind.elementwise}
 
     def state_dtype(self, chunk: int, key: str) -> torch.dtype:
-        """Return the dtype of an element-wise state; raises UserError if there is none called `key`."""
+        """Return the dtype of a tensor of `state`; raises UserError if there is none called `key`."""
         kind = self._chunks[chunk].kind
+        if kind is not None and kind.by_tensor and key == PACKED:
+            return torch.uint8
         if kind is None or key not in kind.elementwise:
             raise UserError(f"{self._class.__name__} keeps no state called {key!r} for each element")
         return kind.dtypes[key]
@@ -481,13 +518,15 @@ class ShardOptimizer:
         """Return copies of a chunk's element-wise states, flat, and the other states of each slot.
 
         For a slot that lacks an element-wise state, the flat tensor has zeros, and the slot has None for its
-        key.
+        key. Where whole tensors are stepped, all states are packed (packing.py).
         """
         held = self._chunks[chunk]
         elements: dict[str, Tensor] = {}
         slots: SlotValues = []
         if held.kind is None:
             return elements, [{} for _ in held.chunk.slots]
+        if held.kind.by_tensor:
+            return _packed(held.states())
         for slot, parameter in zip(held.chunk.slots, held.parameters, strict=True):
             values: dict[str, Any] = {}
             for key, value in held.optimizer.state.get(parameter, {}).items():
@@ -517,6 +556,13 @@ class ShardOptimizer:
         slots = slots or [{}] * len(held.parameters)
         if len(slots) != len(held.parameters):
             raise UserError(f"chunk {chunk}: states of {len(slots)} parameters for {len(held.parameters)}")
+        if held.kind.by_tensor:
+            states = unpack(elements.get(PACKED, torch.empty(0, dtype=torch.uint8)), slots)
+            held.optimizer.state.clear()
+            held.optimizer.state.update(
+                {p: state for p, state in zip(held.parameters, states, strict=True) if state}
+            )
+            return
         counted = any(value is not None for values in slots for value in values.values())
         held.optimizer.state.clear()
         for slot, parameter, values in zip(held.chunk.slots, held.parameters, slots, strict=True):
@@ -552,6 +598,11 @@ class ShardOptimizer:
         assert step.trial.values is not None
         (state,) = step.trial.states
         tensors = {"mean": step.mean.clone(), "values": step.trial.values.clone()}
+        kind = self._chunks[chunk].kind
+        if kind is not None and kind.by_tensor:
+            packed, words = _packed(state.slots)
+            tensors.update({f"state.{key}": flat for key, flat in packed.items()})
+            return tensors, list(step.present), words
         tensors.update({f"state.{key}": values.clone() for key, values in state.elements.items()})
         numbers = [
             {key: value.item() if isinstance(value, Tensor) else value for key, value in slot.items()}
@@ -572,6 +623,10 @@ class ShardOptimizer:
             for key, values in tensors.items()
             if key.startswith("state.")
         }
+        if held.kind.by_tensor:
+            states = unpack(elements.get(PACKED, torch.empty(0, dtype=torch.uint8)), slots)
+            step.trial = Trial(tensors["values"].clone(), [SavedState({}, states)])
+            return
         numbers = [
             {key: None if value is None else held.kind.tensor(key, value) for key, value in slot.items()}
             for slot in slots
@@ -602,6 +657,27 @@ class ShardOptimizer:
             elif self._fused and left_to_torch and has:
                 settings["fused"] = True
         return settings
+
+
+def _shaped(slot: Slot, specs: Sequence[ParameterSpec], dtype: torch.dtype) -> Tensor:
+    """Return zeros with the shape and strides of a slot's parameter.
+
+    Raises UserError for a layout whose shapes do not fit its slots.
+    """
+    spec = specs[slot.parameter] if 0 <= slot.parameter < len(specs) else None
+    if spec is None or spec.numel != slot.numel or not spec.is_dense:
+        raise UserError(
+            f"the layout's parameter {slot.parameter} does not fit its slot of {slot.numel} values"
+        )
+    if not spec.strides:
+        return torch.zeros(spec.shape, dtype=dtype)
+    return torch.empty_strided(spec.shape, spec.strides, dtype=dtype).zero_()
+
+
+def _packed(states: Sequence[dict[str, Any]]) -> tuple[dict[str, Tensor], SlotValues]:
+    """Return states as `ShardOptimizer.state` does where whole tensors are stepped."""
+    flat, words = pack(states)
+    return ({PACKED: flat} if flat.numel() else {}), words
 
 
 def _torch_value(key: str, value: Any) -> Any:
@@ -650,14 +726,16 @@ def _make(
 def _probe(
     class_: type[torch.optim.Optimizer], optimizer: torch.optim.Optimizer, settings: Settings, dtype: str
 ) -> _Kind:
-    """Find the kinds of state that the optimizer keeps; raises UserError if it is not element-wise."""
+    """Find the kinds of state that an optimizer of flat parameters keeps; the worker has tried that it is
+    element-wise. Raises UserError if it cannot be stepped."""
+    (group,) = optimizer.param_groups
     try:
-        elementwise = elementwise_keys(optimizer)
+        elementwise = elementwise_state_keys(optimizer, group, torch.device("cpu"), trusted=True)
         parameter = nn.Parameter(torch.zeros(2, dtype=getattr(torch, dtype)))
         trial = _make(class_, [parameter], settings)
         parameter.grad = torch.ones_like(parameter)
         trial.step()
-    except PrepareError as error:
+    except NotElementwiseError as error:
         raise UserError(f"outside the script it cannot be run: {error}") from None
     dtypes = {key: value.dtype for key, value in trial.state[parameter].items() if isinstance(value, Tensor)}
     return _Kind(elementwise, {**dict.fromkeys(elementwise, parameter.dtype), **dtypes})

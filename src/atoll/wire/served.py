@@ -24,7 +24,8 @@ class Setup(Message, frozen=True):
     `number` counts this worker's set-ups, from 1: messages sent again belong to that set-up (0: to the next).
     `consumed` counts the samples of all workers that are in the values. `finite`: workers look for NaN and
     infinity before they push (`sync.nonfinite` is not "allow"), so that the shard refuses them. `codec`: how
-    the payloads of Push are written (`sync.codec`).
+    the payloads of Push are written (`sync.codec`). `by_tensor`: the optimizer steps whole tensors, of the
+    shapes that the layout has.
     """
 
     digest: Name
@@ -45,11 +46,13 @@ class Setup(Message, frozen=True):
     consumed: Weight = 0.0
     finite: bool = False
     codec: Name = PLAIN_CODEC
+    by_tensor: bool = False
 
 
 class SetChunk(Message, frozen=True):
     """The payload is a chunk's values (`key` empty), or one element-wise state of its optimizer, such as
-    "exp_avg". `values` are, per slot, the states that are single numbers, such as "step"."""
+    "exp_avg". `values` are, per slot, the states that are single numbers, such as "step". Of an optimizer
+    that steps whole tensors, "packed" has all tensors, and `values` the rest (tensors/packing.py)."""
 
     chunk: Count
     key: Name = ""

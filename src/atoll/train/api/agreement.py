@@ -32,6 +32,7 @@ def describe(
     config: Config,
     *,
     name: str = "",
+    step: str | None = None,
     has_budgets: bool = False,
 ) -> Description:
     """Return this worker's description. Of the optimizer's state it has only the number of parameters with
@@ -56,6 +57,7 @@ def describe(
         for key, value in msgspec.to_builtins(getattr(config, section)).items()
     }
     configuration["session.prepare(name=)"] = repr(name)
+    configuration["session.prepare(step=)"] = repr(step)
     # The sizes of budgets may differ between workers.
     configuration["memory"] = "given" if has_budgets else "not given"
     return Description(parameters, buffers, settings, configuration)

@@ -20,6 +20,7 @@ from atoll.core.config import STRATEGIES, Config
 from atoll.core.heap import keep_freed_memory
 from atoll.core.memory import Memory
 from atoll.exchange.codecs import codec_named
+from atoll.tensors.stepunit import Unit, unit_of
 from atoll.train.api.device import device_of
 from atoll.train.api.meter import Meter
 from atoll.train.api.news import GroupNews, NodeNews, RingNews
@@ -134,6 +135,18 @@ class Runtime:
     def cell(self, config: Config, memory: Memory | None = None) -> Cell:
         """Return the choices by which a model is trained here, under the budgets `memory`."""
         return cell_of(config, self.others, self.group, memory)
+
+    def unit(
+        self, config: Config, given: Memory | None, optimizer: torch.optim.Optimizer, asked: str | None
+    ) -> Unit:
+        """Return the unit in which `optimizer` steps, under the budgets `given`.
+
+        `asked` is the script's own word. Raises UserError where the table of needs refuses the optimizer.
+        """
+        unit = unit_of(optimizer, asked, self.device)
+        memory = config.memory if given is None and config.memory.is_given else given
+        check("prepare", choices_in(self.cell(config, memory), config, unit.facts, given))
+        return unit
 
     def tiers(self, config: Config, given: Memory | None) -> Tiers | None:
         """Return the place of the next model in budgets: those `given`, else those of `[memory]`. None: no

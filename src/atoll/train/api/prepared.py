@@ -22,7 +22,8 @@ from atoll.memory.over import refuse_apart
 from atoll.memory.sharded import Sharded
 from atoll.tensors.binding import check_bindable, specs_of
 from atoll.tensors.clipping import check_max_norm
-from atoll.tensors.optimizer import StepHooks, elementwise_keys
+from atoll.tensors.optimizer import StepHooks
+from atoll.tensors.stepunit import Unit
 from atoll.tensors.torch_compat import (
     backward_under_way,
     before_unscaling,
@@ -128,6 +129,8 @@ class Prepared:
         batches: Batches,
         steps: Steps,
         tells: Tells,
+        unit_of: Callable[[torch.optim.Optimizer, str | None], Unit],
+        step: str | None,
     ) -> None:
         self.config, self._workers, self.optimizer, self.origin = config, workers, optimizer, origin
         self._backward, self._batches, self._steps, self._tells = backward, batches, steps, tells
@@ -157,10 +160,10 @@ class Prepared:
             sent_groups(optimizer)
         specs = specs_of(self.parameters, settings)
         described = describe(
-            specs, self.module, optimizer, config, name=origin.name, has_budgets=tiers is not None
+            specs, self.module, optimizer, config, name=origin.name, step=step, has_budgets=tiers is not None
         )
         check_same(workers, described)
-        elementwise = elementwise_keys(optimizer)
+        unit = unit_of(optimizer, step)
         epochs_mixed = partial(tells.warn_together, "epochs")
         lies: Tiers | Whole = Whole()
         in_tiers = None if tiers is None else tiers.strategy(model, optimizer)
@@ -185,7 +188,7 @@ class Prepared:
                 chunk_map=self.chunk_map,
                 chunks=trained,
                 frozen=[chunk for chunk in self.chunks if not chunk.parameters[0].requires_grad],
-                elementwise=elementwise,
+                unit=unit,
                 calls=Calls(
                     arm=self._gradient_came,
                     contribution=self.samples.contribution,

@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -168,6 +169,7 @@ class Session:
         memory: Memory | None = None,
         *,
         name: str = "",
+        step: str | None = None,
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Prepare `model` and `optimizer` to train with the other workers; return these two objects, changed.
 
@@ -183,6 +185,9 @@ class Session:
         `atoll.memory.fit`. A worker that trains alone keeps the whole model. Under `ring` all workers shard
         the model, and under `hierarchical` the workers of each group do. Under `peers` each node's CPU side
         lends memory. The budgets may differ between workers.
+
+        `step` is the unit in which the optimizer steps: "element" for flat runs of elements, "tensor" for
+        whole tensors of the parameters' own shapes. Without it a trial decides (docs/how-to/optimizers.md).
         """
         self._workers.check_open()
         self._models.check_new(model, optimizer, name)
@@ -203,6 +208,8 @@ class Session:
                 batches=self._batches if is_first else OtherBatches(self._passes),
                 steps=self._steps,
                 tells=self._records,
+                unit_of=partial(runtime.unit, self.config, memory),
+                step=step,
             )
         self._state.prepared.append(prepared)
         self._schedules.watch(prepared)

@@ -94,7 +94,7 @@ class Peers:
             make=model.make_step,
             fetch=model.fetch_state,
             home="under strategy 'peers' its state lives at the node's CPU side",
-            keeps_state=bool(training.elementwise),
+            keeps_state=training.unit.keeps_state,
             counts_skips=True,
         )
 
@@ -446,7 +446,7 @@ class PeerModel:
         optimizer = self.training.optimizer
         if not any(optimizer.state.values()):
             return 0, -1
-        raw = pack_optimizer(optimizer, self.training.chunks, self.training.elementwise, self.exchange.steps)
+        raw = pack_optimizer(optimizer, self.training.chunks, self.training.unit.keys, self.exchange.steps)
         file = make_file(len(raw), "the optimizer's state")
         map_bytes(file, len(raw)).copy_(torch.frombuffer(raw, dtype=torch.uint8))
         return len(raw), file

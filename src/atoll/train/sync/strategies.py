@@ -25,7 +25,10 @@ from atoll.net.returning import Payload
 from atoll.store.balance import balance
 from atoll.tensors.binding import BoundChunk, carve
 from atoll.tensors.optimizer import ChunkOptimizer, ParameterOptimizer, RemoteOptimizer, StepHooks
+from atoll.tensors.packing import PACKED, pack, unpack
+from atoll.tensors.payload import tensor_of
 from atoll.tensors.settings import WatchedSettings, settings_of
+from atoll.tensors.stepunit import Unit
 from atoll.train.gradients.reducer import Calls, Reducer
 from atoll.train.gradients.ring import Boundary, RingReducer
 from atoll.train.gradients.solo import GatheredGradients, SoloReducer, are_quickly_gathered
@@ -70,7 +73,7 @@ class Training:
         chunk_map: the layout.
         chunks: the trained chunks.
         frozen: the other chunks.
-        elementwise: the optimizer's state keys with one value for each element.
+        unit: the unit in which the optimizer steps.
         calls: the services that the reducer asks for.
         hooks: called around each step.
         config: the run's configuration.
@@ -80,7 +83,7 @@ class Training:
     chunk_map: ChunkMap
     chunks: list[BoundChunk]
     frozen: list[BoundChunk]
-    elementwise: set[str]
+    unit: Unit
     calls: Calls
     hooks: StepHooks
     config: Config
@@ -122,11 +125,11 @@ class Alone:
     def build(self, training: Training) -> tuple[Reducer, Stepper]:
         chunks = training.chunks
         reducer = SoloReducer(chunks, training.calls)
-        if not are_quickly_gathered(chunks):
+        if training.unit.by_tensor or not are_quickly_gathered(chunks):
             return reducer, ParameterOptimizer(training.optimizer, training.hooks)
         gathered = GatheredGradients(chunks)
         stepper = ChunkOptimizer(
-            training.optimizer, chunks, training.elementwise, training.hooks, gathered.gather
+            training.optimizer, chunks, training.unit.keys, training.hooks, gathered.gather
         )
         return reducer, stepper
 
@@ -158,10 +161,12 @@ class OverRing:
             settings=WatchedSettings(training.optimizer),
         )
         self._models += 1
+        if training.unit.by_tensor:
+            return reducer, ParameterOptimizer(training.optimizer, training.hooks)
         stepper = ChunkOptimizer(
             training.optimizer,
             training.chunks,
-            training.elementwise,
+            training.unit.keys,
             training.hooks,
             reducer.flat_gradients,
         )
@@ -226,7 +231,7 @@ class Served:
             make=model.make_step,
             fetch=model.fetch_state,
             home=f"under strategy {training.config.run.strategy!r} its state lives at the shards",
-            keeps_state=bool(training.elementwise),
+            keeps_state=training.unit.keeps_state,
         )
         return model.exchange, stepper
 
@@ -400,6 +405,7 @@ class ServedModel:
             consumed=self.exchange.consumed,
             finite=training.config.sync.nonfinite != "allow",
             codec=sync.codec,
+            by_tensor=training.unit.by_tensor,
         )
 
     def _digest(self) -> str:
@@ -407,14 +413,27 @@ class ServedModel:
         sync, layout = self._training.config.sync, self._training.chunk_map
         stale = (sync.staleness, sync.compensation, sync.pipeline)
         finite = sync.nonfinite != "allow"
-        told = (layout, self._kind.__qualname__, sync.consistency, sync.slack, *stale, finite, sync.codec)
+        kind = self._kind.__qualname__, self._training.unit.by_tensor
+        told = (layout, *kind, sync.consistency, sync.slack, *stale, finite, sync.codec)
         return hashlib.sha256(msgspec.msgpack.encode(told)).hexdigest()[:32]
 
     def _bring(self, bound: BoundChunk) -> None:
         """Send a chunk's values and its optimizer's state, if it has any."""
         shards, shard = self._service.shards, self._shard_of[bound.chunk.id]
         held = [self._state_held(parameter) for parameter in bound.parameters]
-        elementwise = sorted({key for slot in held for key in slot} & self._training.elementwise)
+        if self._training.unit.by_tensor:
+            packed, words = pack([dict(state) for state in held])
+            shards.send(
+                shard,
+                SetChunk(chunk=bound.chunk.id, values=words, number=self._number),
+                self._sent(partial(self._values_of, bound)),
+                until=SET_UP,
+            )
+            if packed.numel():
+                message = SetChunk(chunk=bound.chunk.id, key=PACKED, number=self._number)
+                shards.send(shard, message, self._sent(lambda: packed), until=SET_UP)
+            return
+        elementwise = sorted({key for slot in held for key in slot} & self._training.unit.keys)
         scalars = [
             {key: _number(value) for key, value in slot.items() if key not in elementwise}
             | {key: None for key in elementwise if key not in slot}  # None: it has no such state
@@ -476,6 +495,13 @@ class ServedModel:
         """Return one parameter's state. A shard sends None for an element-wise value that it lacks."""
         slot, parameter = bound.chunk.slots[index], bound.parameters[index]
         scalars = self._scalars[bound.chunk.id][index]
+        if self._training.unit.by_tensor:
+            flat = self._fetched.get(bound.chunk.id, {}).get(PACKED, torch.empty(0, dtype=torch.uint8))
+            (state,) = unpack(flat, [scalars])
+            return {
+                key: value.to(parameter.device) if isinstance(value, Tensor) and value.ndim else value
+                for key, value in state.items()
+            }
         state = numbers_of(scalars)
         for key, flat in self._fetched.get(bound.chunk.id, {}).items():
             if scalars.get(key, 0) is not None:
@@ -487,7 +513,9 @@ class ServedModel:
         bound = next((b for b in self._training.chunks if b.chunk.id == message.chunk), None)
         if bound is None or len(message.values) not in (0, len(bound.parameters)):
             raise RunError(f"shard {shard} sent a state of chunk {message.chunk} that is none of this model")
-        if message.key:
+        if message.key == PACKED and self._training.unit.by_tensor:
+            self._fetched.setdefault(message.chunk, {})[PACKED] = tensor_of(payload, torch.uint8).clone()
+        elif message.key:
             self._fetched.setdefault(message.chunk, {})[message.key] = values_of(
                 payload, bound, shard
             ).clone()

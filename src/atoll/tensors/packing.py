@@ -1,0 +1,99 @@
+"""Optimizer states of any shape as one run of bytes and plain words.
+
+An optimizer that steps whole tensors may keep row and column factors, lists of matrices, codes with scales,
+numbers and None. `pack` lays all tensors of several parameters' states side by side; the words have the rest,
+and say of each tensor its dtype, its shape and its place. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from atoll.core.errors import UserError
+
+PACKED = "packed"  # the key of the bytes, beside the keys of element-wise states
+Words: TypeAlias = list[dict[str, Any]]  # for each parameter, its state, with words in place of tensors
+
+_ALIGNMENT = 64  # bytes
+_PLAIN = (bool, int, str, type(None))
+_SEQUENCES = {"list": list, "tuple": tuple}
+_KINDS = (Tensor, nn.Parameter)  # a subclass, such as a quantised tensor, has more than its values
+
+
+def pack(states: Sequence[dict[str, Any]]) -> tuple[Tensor, Words]:
+    """Return the states' tensors as one tensor of bytes, and their words.
+
+    Raises UserError for a state that is neither a plain tensor, a number, text, None, nor a list, tuple or
+    dict of these.
+    """
+    found: list[tuple[int, Tensor]] = []
+    end = 0
+
+    def words_of(value: Any, name: str) -> Any:
+        nonlocal end
+        if type(value) in _KINDS and value.layout == torch.strided:
+            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+            end = start + value.numel() * value.element_size()
+            found.append((start, value))
+            dtype = str(value.dtype).removeprefix("torch.")
+            return {"tensor": dtype, "shape": list(value.shape), "at": start}
+        if isinstance(value, float):  # JSON has no infinity
+            return value if math.isfinite(value) else {"float": repr(value)}
+        if isinstance(value, _PLAIN):
+            return value
+        for kind, made in _SEQUENCES.items():
+            if type(value) is made:
+                return {kind: [words_of(each, name) for each in value]}
+        if isinstance(value, dict) and all(isinstance(key, (str, int)) for key in value):
+            return {"dict": [[key, words_of(each, name)] for key, each in value.items()]}
+        raise UserError(
+            f"the optimizer keeps a {type(value).__name__} in its state {name!r}, which cannot be sent to "
+            "another process; let it keep tensors, numbers, text, None, or lists and dicts of these"
+        )
+
+    words = [{key: words_of(value, key) for key, value in state.items()} for state in states]
+    flat = torch.zeros(end, dtype=torch.uint8)
+    for start, tensor in found:
+        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        flat[start : start + raw.numel()].copy_(raw)
+    return flat, words
+
+
+def unpack(flat: Tensor, words: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the states that `pack` has packed, with tensors of their own, on the CPU.
+
+    Raises UserError for words that do not fit the bytes.
+    """
+
+    def value_of(said: Any) -> Any:
+        match said:
+            case {"tensor": str(name), "shape": list(shape), "at": int(start)}:
+                return _tensor(flat, name, shape, start)
+            case {"float": str(text)} if text in ("inf", "-inf", "nan"):
+                return float(text)
+            case {"list": list(each)}:
+                return [value_of(one) for one in each]
+            case {"tuple": list(each)}:
+                return tuple(value_of(one) for one in each)
+            case {"dict": list(pairs)}:
+                return {key: value_of(one) for key, one in pairs}
+            case bool() | int() | float() | str() | None:
+                return said
+        raise UserError(f"no state of an optimizer: {str(said)[:60]}")
+
+    return [{key: value_of(said) for key, said in state.items()} for state in words]
+
+
+def _tensor(flat: Tensor, name: str, shape: list[Any], start: int) -> Tensor:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not all(isinstance(size, int) and size >= 0 for size in shape):
+        raise UserError(f"no state of an optimizer: {name[:40]!r} of shape {str(shape)[:60]}")
+    end = start + math.prod(shape) * dtype.itemsize
+    if not 0 <= start <= end <= flat.numel():
+        raise UserError(f"a state of {end} bytes, where {flat.numel()} have come")
+    return flat[start:end].clone().view(dtype).reshape(shape)

@@ -1,0 +1,99 @@
+"""The unit in which an optimizer steps: flat runs of elements, or whole tensors.
+
+An element-wise optimizer steps any run of a chunk. Another one steps tensors of the parameters' own shapes.
+The script may say which; else a trial decides (`elementwise.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from inspect import Parameter, signature
+from typing import Any
+
+import torch
+
+from atoll.axes.choices import Choices
+from atoll.axes.needs import check
+from atoll.core.errors import UserError
+from atoll.tensors.elementwise import NotElementwiseError, elementwise_state_keys, tried_alike
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The unit in which an optimizer steps: flat runs of elements, or whole tensors.
+
+    Attributes:
+        keys: of its state with one value for each element; empty for whole tensors.
+        why: the reason why it steps whole tensors; empty for flat runs.
+        facts: of the optimizer, for the table of needs.
+    """
+
+    keys: set[str]
+    why: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def by_tensor(self) -> bool:
+        """True if the optimizer steps whole tensors, each of its parameter's own shape."""
+        return bool(self.why)
+
+    @property
+    def keeps_state(self) -> bool:
+        """True if an optimizer without its state goes on otherwise than with it."""
+        return self.by_tensor or bool(self.keys)
+
+
+def unit_of(
+    optimizer: torch.optim.Optimizer, asked: str | None = None, device: torch.device | None = None
+) -> Unit:
+    """Return the unit in which the optimizer can step.
+
+    Args:
+        optimizer: the optimizer.
+        asked: the script's own word, "element" or "tensor"; None: a trial decides.
+        device: where the trial is made; None: where the parameters lie.
+
+    Raises UserError for another word, and for "element" where the optimizer cannot step flat parameters.
+    """
+    facts = {"optimizer": type(optimizer).__name__}
+    closure = signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is Parameter.empty:
+        facts["closure"] = "needed"
+    if asked not in (None, "element", "tensor"):
+        raise UserError(
+            f"session.prepare(step={asked!r}): the unit is 'element' or 'tensor'; leave step out, and "
+            "a trial decides"
+        )
+    if asked == "tensor":
+        return Unit(set(), "step='tensor'", {**facts, "unit": "tensor", "why": "step='tensor'"})
+    keys: set[str] = set()
+    tried: list[object] = []
+    shapes = {tuple(p.shape) for group in optimizer.param_groups for p in group["params"]}
+    try:
+        for group in optimizer.param_groups:
+            here = group["params"][0].device if group["params"] else torch.device("cpu")
+            settings = (here, tried_alike(group))
+            if settings not in tried:
+                tried.append(settings)
+                keys |= elementwise_state_keys(
+                    optimizer, group, device or here, shapes, trusted=asked == "element"
+                )
+    except NotElementwiseError as error:
+        if asked == "element":
+            raise UserError(
+                f"session.prepare(step='element'): {facts['optimizer']} cannot step flat parameters "
+                f"({error}); leave step out, or give 'tensor'"
+            ) from None
+        return Unit(set(), str(error), {**facts, "unit": "tensor", "why": str(error)})
+    return Unit(keys, facts={**facts, "unit": "element"})
+
+
+def elementwise_keys(optimizer: torch.optim.Optimizer) -> set[str]:
+    """Return the keys of the optimizer's per-element state, over all its param groups.
+
+    Raises PrepareError for an optimizer that is not element-wise.
+    """
+    unit = unit_of(optimizer)
+    check("prepare", Choices(unit.facts))
+    return unit.keys
