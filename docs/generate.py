@@ -153,6 +153,7 @@ FACTS = {
     "process group": "torch's default group: `whole`, or what it lacks",
     "dtype": "of a trained parameter",
     "unit": "what the optimizer steps by itself: `element` or `tensor`",
+    "closure": "`needed` if the optimizer cannot step without a closure of the script",
     "steps": "where the optimizer steps: at the `worker`, or at `home`, where the values live",
     "defined": "where the optimizer's class is defined, if no other process can import it there",
     "setting": "a value in the optimizer's param groups that is no plain value",

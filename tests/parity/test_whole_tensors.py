@@ -54,11 +54,9 @@ def loss_of(model: nn.Module, step: int, share: slice) -> Tensor:
     return found
 
 
-def steps_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer, share: slice, count: int
-) -> list[list[Tensor]]:
+def steps_of(model: nn.Module, optimizer: torch.optim.Optimizer, share: slice) -> list[list[Tensor]]:
     seen = []
-    for step in range(count):
+    for step in range(STEPS):
         loss_of(model, step, share).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -116,6 +114,11 @@ def test_each_step_is_plain_torchs(pool: WorkerPool, kind: str, make: Make) -> N
 @pytest.mark.parametrize("kind", ELSEWHERE)
 def test_each_step_of_a_shard_is_plain_torchs(pool: WorkerPool, kind: str, make: Make) -> None:
     check_like_plain(run_at(pool, kind, trained, make, world=WORLD), make)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_each_step_of_cpu_sides_is_plain_torchs(pool: WorkerPool, make: Make) -> None:
+    check_like_plain(run_at(pool, "peers", trained, make, world=WORLD), make)
 
 
 @pytest.mark.parametrize("make", [muon, adafactor])

@@ -362,15 +362,10 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         "optimizer LBFGS calls the script's closure several times in a step",
         "use one whose step() needs no closure, such as torch.optim.AdamW or SGD",
     ),
-    "optimizer-by-tensor-budgets": (
+    "optimizer-by-tensor": (
         Choices({**BY_TENSOR, "store": "tiered"}),
         "optimizer Muon is not element-wise (it came out different), and budgets of memory have it step",
         "leave out the budgets, or use one that is, such as torch.optim.AdamW or SGD",
-    ),
-    "optimizer-by-tensor-elsewhere": (
-        Choices({**BY_TENSOR, "store": "resident", "sync": "peers", "run.strategy": "peers"}),
-        "optimizer Muon is not element-wise (it came out different), and strategy 'peers' steps flat",
-        "set run.strategy to ring or server, or use one that is, such as torch.optim.AdamW or SGD",
     ),
     "optimizer-unknown-elsewhere": (
         Choices({**AT_HOME, "run.strategy": "peers", "optimizer": "Own", "defined": "in the script itself"}),

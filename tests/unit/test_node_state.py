@@ -23,7 +23,7 @@ from atoll.exchange.globalstate import (
     unpack_optimizer,
 )
 from atoll.exchange.hostmemory import make_file, map_bytes
-from atoll.tensors.stepunit import elementwise_keys
+from atoll.tensors.stepunit import unit_of
 
 TWO = [{"lr": 0.05}, {"lr": 0.02, "weight_decay": 0.1}]
 KINDS: list[tuple[type[torch.optim.Optimizer], list[dict[str, Any]]]] = [
@@ -98,7 +98,7 @@ def test_a_checkpoint_has_the_state_that_plain_torch_would_have(
             else:
                 assert value == expected[key], key
     again = model.globals(fused=False)
-    unpack_globals(pack_optimizer(model.plain, bound, elementwise_keys(model.plain), 3), again)
+    unpack_globals(pack_optimizer(model.plain, bound, unit_of(model.plain), 3), again)
     again.iteration = 3
     given = [model.contribution(3, node) for node in range(3)]
     assert again.apply(3, given) == parameters.apply(3, given)

@@ -503,21 +503,12 @@ def _of_models() -> Iterator[Need]:
         "call it equally often; use one whose step() needs no closure, such as torch.optim.AdamW or SGD",
         PrepareError,
     )
-    by_tensor = "optimizer {optimizer} is not element-wise ({why}), "
     yield Need(
-        "optimizer-by-tensor-budgets",
+        "optimizer-by-tensor",
         prepare,
         {"unit": Is("tensor"), "store": IsNot("resident")},
-        by_tensor + "and budgets of memory have it step parts of tensors; leave out the budgets, or use one "
-        "that is, such as torch.optim.AdamW or SGD",
-        PrepareError,
-    )
-    yield Need(
-        "optimizer-by-tensor-elsewhere",
-        prepare,
-        {"unit": Is("tensor"), "sync": Is("peers")},
-        by_tensor + "and strategy {run.strategy!r} steps flat parts of a model; set run.strategy to ring or "
-        "server, or use one that is, such as torch.optim.AdamW or SGD",
+        "optimizer {optimizer} is not element-wise ({why}), and budgets of memory have it step parts of "
+        "tensors; leave out the budgets, or use one that is, such as torch.optim.AdamW or SGD",
         PrepareError,
     )
     yield Need(

@@ -71,6 +71,7 @@ class Trained:
                 setup.optimizer,
                 setup.hyperparameters,
                 configured=setup.own_optimizer,
+                by_tensor=setup.by_tensor,
                 threads=max(1, setup.threads),
             )
             for chunk, values in [*self.memory.buffer(0).items(), *self.memory.frozen.items()]:

@@ -11,10 +11,16 @@ from atoll.wire.messages import Hyperparameters
 
 _STEPS, _NODES = 3, 3
 _SHAPES = ((67, 31), (16,), (), (4099,))  # with and without a partly filled last vector register
+_MATRICES = ((67, 31), (16, 16))  # the shapes that every optimizer of whole tensors takes
 
 
 def fingerprint(
-    optimizer: str, hyperparameters: Hyperparameters, *, configured: str = "", fused: bool = True
+    optimizer: str,
+    hyperparameters: Hyperparameters,
+    *,
+    configured: str = "",
+    fused: bool = True,
+    by_tensor: bool = False,
 ) -> str:
     """Return the fingerprint of this process: "torch 2.13.0+cpu AVX512 9c1b2a...".
 
@@ -29,10 +35,12 @@ def fingerprint(
         ParameterSpec(f"{dtype}.{group}.{index}", shape, dtype, settings=str(group))
         for dtype in ("float32", "bfloat16")
         for group in range(len(hyperparameters))
-        for index, shape in enumerate(_SHAPES)
+        for index, shape in enumerate(_MATRICES if by_tensor else _SHAPES)
     ]
     layout = lay_out(specs, chunk_bytes=2**14)
-    parameters = GlobalParameters(layout, optimizer, hyperparameters, configured=configured, fused=fused)
+    parameters = GlobalParameters(
+        layout, optimizer, hyperparameters, configured=configured, fused=fused, by_tensor=by_tensor
+    )
     for chunk in parameters.chunks:
         parameters.set_values(chunk, _values(layout.chunks[chunk].extent, 7, parameters.values(chunk).dtype))
     for iteration in range(_STEPS):

@@ -114,6 +114,7 @@ class GlobalParameters:
         hyperparameters: the param groups, as plain_hyperparameters makes them.
         configured: as in ShardOptimizer.
         fused: as in ShardOptimizer.
+        by_tensor: as in ShardOptimizer.
         threads: chunks to work on at once.
 
     Attributes:
@@ -132,10 +133,11 @@ class GlobalParameters:
         *,
         configured: str = "",
         fused: bool = True,
+        by_tensor: bool = False,
         threads: int = 1,
     ) -> None:
         self.layout, self.optimizer_name = layout, optimizer
-        self._configured, self._fused = configured, fused
+        self._configured, self._fused, self._by_tensor = configured, fused, by_tensor
         self.optimizer = self._make([chunk.id for chunk in layout.chunks], hyperparameters)
         self.chunks = tuple(chunk.id for chunk in layout.trainable)  # the chunks of contributions
         self.iteration = 0
@@ -154,6 +156,7 @@ class GlobalParameters:
                 hyperparameters,
                 configured=self._configured,
                 fused=self._fused,
+                by_tensor=self._by_tensor,
             )
 
     def twin(self) -> ShardOptimizer:

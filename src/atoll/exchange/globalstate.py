@@ -28,7 +28,10 @@ from atoll.exchange.hostmemory import ALIGNMENT, aligned, map_bytes, resize
 from atoll.exchange.sentgroups import sent_groups
 from atoll.tensors.binding import BoundChunk, carve
 from atoll.tensors.lazy import LazyTensor
+from atoll.tensors.packing import PACKED, moved, pack
+from atoll.tensors.packing import unpack as states_of
 from atoll.tensors.payload import bytes_in
+from atoll.tensors.stepunit import Unit
 from atoll.wire.base import HEADER_BYTES, Count, Hyperparameters, Name
 
 _LENGTH, _BEGIN = 8, 16  # bytes: of the length, and up to the head
@@ -42,7 +45,9 @@ class PackedChunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         states: dtypes of the element-wise states, by key.
         numbers: dtypes of those of the `slots`' values that are tensors, by key.
         slots: for each parameter, its states as a whole ("step"). None under the key of an element-wise state
-            means that this parameter does not have it.
+            means that this parameter does not have it. Where whole tensors are stepped, their words
+            (tensors/packing.py).
+        packed: bytes of the state "packed", which has the tensors of these words.
     """
 
     chunk: Count
@@ -50,6 +55,7 @@ class PackedChunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     states: dict[Name, Name]
     numbers: dict[Name, Name]
     slots: list[dict[str, Any]]
+    packed: Count = 0
 
 
 class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -106,6 +112,7 @@ def _parts_of(parameters: GlobalParameters, values: bool) -> tuple[Head, list[Te
                 states={key: _name(flat.dtype) for key, flat in states.items()},
                 numbers={key: _name(dtype) for key, dtype in optimizer.number_dtypes(chunk).items()},
                 slots=slots,
+                packed=states[PACKED].numel() if PACKED in states else 0,
             )
         )
         payloads += [parameters.values(chunk)] if values else []
@@ -124,12 +131,11 @@ def most_bytes(parameters: GlobalParameters) -> int:
     """Return an upper limit of the bytes of `pack_globals` for this layout and optimizer, for bytes that come
     from outside."""
     optimizer = parameters.optimizer
-    payloads = [
-        parameters.values(chunk).numel() * dtype.itemsize
-        for chunk in optimizer.chunks
-        for dtype in (optimizer.dtype(chunk), *optimizer.state_dtypes(chunk).values())
-    ]
-    return _BEGIN + HEADER_BYTES + sum(nbytes + ALIGNMENT for nbytes in payloads)
+    room = 0
+    for chunk in optimizer.chunks:
+        payloads = 1 + len(optimizer.state_dtypes(chunk))
+        room += optimizer.nbytes(chunk) + optimizer.most_state_bytes(chunk) + payloads * ALIGNMENT
+    return _BEGIN + HEADER_BYTES + room
 
 
 def unpack_globals(raw: memoryview, parameters: GlobalParameters) -> Head:
@@ -165,6 +171,9 @@ def _check(packed: Packed, parameters: GlobalParameters) -> None:
         kept = {key: _name(dtype) for key, dtype in optimizer.state_dtypes(part.chunk).items()}
         if any(kept.get(key) != dtype for key, dtype in part.states.items()):
             raise UserError(f"the state given of chunk {part.chunk} has {part.states}, where {kept} is kept")
+    for part, (_, states) in zip(head.parts, packed.payloads, strict=True):
+        if PACKED in states:
+            states_of(states[PACKED], part.slots)  # raises for words that do not fit
 
 
 def unpack(raw: memoryview, chunks: Mapping[int, Chunk]) -> Packed:
@@ -187,9 +196,9 @@ def unpack(raw: memoryview, chunks: Mapping[int, Chunk]) -> Packed:
     for part in head.parts:
         chunk = _chunk_of(part, chunks)
         held = []
-        for dtype in _dtypes(part, chunk):
+        for dtype, nbytes in _kinds(part, chunk):
             start = _round_up(end)
-            end = start + chunk.extent * itemsize(dtype)
+            end = start + nbytes
             if end > raw.nbytes:
                 raise UserError(f"the state given ends within chunk {chunk.id}, after {raw.nbytes} bytes")
             held.append(_view(memory[start:end], dtype))
@@ -210,35 +219,37 @@ def _chunk_of(part: PackedChunk, chunks: Mapping[int, Chunk]) -> Chunk:
             f"the state given has {len(part.slots)} parameters in chunk {chunk.id}, which has "
             f"{len(chunk.slots)}"
         )
+    if PACKED in part.states:
+        return chunk
     numbers = (value for slot in part.slots for value in slot.values())
     if any(value is not None and not isinstance(value, (int, float)) for value in numbers):
         raise UserError(f"the state given of chunk {chunk.id} has what is no number")
     return chunk
 
 
-def _dtypes(part: PackedChunk, chunk: Chunk) -> Iterator[str]:
-    """Yield the dtypes of a part's payloads, in order."""
+def _kinds(part: PackedChunk, chunk: Chunk) -> Iterator[tuple[str, int]]:
+    """Yield the dtype and the bytes of each of a part's payloads, in order."""
     if part.values:
-        yield chunk.dtype
-    for dtype in part.states.values():
+        yield chunk.dtype, chunk.extent * itemsize(chunk.dtype)
+    for key, dtype in part.states.items():
         try:
-            itemsize(dtype)
+            size = itemsize(dtype)
         except PrepareError:
             raise UserError(f"the state given of chunk {chunk.id} is of dtype {dtype!r}") from None
-        yield dtype
+        yield dtype, part.packed * size if key == PACKED else chunk.extent * size
 
 
 def pack_optimizer(
     optimizer: torch.optim.Optimizer,
     chunks: Sequence[BoundChunk],
-    elementwise: set[str],
+    unit: Unit,
     iteration: int,
 ) -> memoryview:
     """Pack the state that a worker's own optimizer has for each parameter, as after load_state_dict.
 
     Args:
         chunks: the worker's chunks; those that no optimizer trains are left out.
-        elementwise: the keys that `elementwise_keys` found.
+        unit: the unit in which the optimizer steps.
     """
     trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     parts: list[PackedChunk] = []
@@ -247,10 +258,17 @@ def pack_optimizer(
         if bound.parameters[0] not in trained:
             continue
         held = [optimizer.state.get(parameter, {}) for parameter in bound.parameters]
+        if unit.by_tensor:
+            flat, words = pack(held)
+            kept = {PACKED: "uint8"} if flat.numel() else {}
+            part = PackedChunk(bound.chunk.id, False, kept, {}, words, flat.numel())
+            parts.append(part)
+            payloads += [flat] if flat.numel() else []
+            continue
         states = {
             key: torch.zeros(bound.chunk.extent, dtype=slot[key].dtype)
             for slot in held
-            for key in sorted(elementwise & slot.keys())
+            for key in sorted(unit.keys & slot.keys())
         }
         for slot, own, parameter in zip(bound.chunk.slots, held, bound.parameters, strict=True):
             for key in states.keys() & own.keys():
@@ -295,6 +313,10 @@ def unpack_optimizer(
     found: dict[nn.Parameter, dict[str, Any]] = {}
     for part, (_, states) in zip(packed.head.parts, packed.payloads, strict=True):
         bound = bound_as[part.chunk]
+        if PACKED in states:
+            whole = zip(bound.parameters, states_of(states[PACKED], part.slots), strict=True)
+            found.update({parameter: moved(own, parameter.device) for parameter, own in whole if own})
+            continue
         for slot, parameter, numbers in zip(bound.chunk.slots, bound.parameters, part.slots, strict=True):
             kept = {
                 key: partial(_copy_of, carve(flat, slot.offset, parameter), parameter.device)

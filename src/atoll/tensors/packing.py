@@ -8,7 +8,7 @@ and say of each tensor its dtype, its shape and its place. Nothing is pickled.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -64,7 +64,7 @@ def pack(states: Sequence[dict[str, Any]]) -> tuple[Tensor, Words]:
     return flat, words
 
 
-def unpack(flat: Tensor, words: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def unpack(flat: Tensor, words: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the states that `pack` has packed, with tensors of their own, on the CPU.
 
     Raises UserError for words that do not fit the bytes.
@@ -87,6 +87,15 @@ def unpack(flat: Tensor, words: Sequence[dict[str, Any]]) -> list[dict[str, Any]
         raise UserError(f"no state of an optimizer: {str(said)[:60]}")
 
     return [{key: value_of(said) for key, said in state.items()} for state in words]
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Return a state with its tensors on `device`. Tensors of no dimension stay, as torch's step counts."""
+    if isinstance(value, Tensor):
+        return value.to(device) if value.ndim else value
+    if type(value) in (list, tuple):
+        return type(value)(moved(each, device) for each in value)
+    return {key: moved(each, device) for key, each in value.items()} if type(value) is dict else value
 
 
 def _tensor(flat: Tensor, name: str, shape: list[Any], start: int) -> Tensor:

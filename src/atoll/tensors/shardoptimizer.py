@@ -37,6 +37,7 @@ _ALLOWED = (
     "Adafactor", "Muon",  # by whole tensors; an old torch has no Muon
 )  # fmt: skip
 _FUSED = ("SGD", "Adam", "AdamW", "Adagrad")  # those with a fused implementation on CPUs
+_MOST_STATES = 64  # bytes an element of a state from outside, where whole tensors are stepped
 _HALF = (torch.float16, torch.bfloat16)
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -497,12 +498,23 @@ class ShardOptimizer:
     def state_dtypes(self, chunk: int) -> dict[str, torch.dtype]:
         """Return the dtype of each state that a chunk's optimizer keeps for each element ("exp_avg")."""
         kind = self._chunks[chunk].kind
+        if kind is not None and kind.by_tensor:
+            return {PACKED: torch.uint8}
         return {} if kind is None else {key: kind.dtypes[key] for key in sorted(kind.elementwise)}
+
+    def most_state_bytes(self, chunk: int) -> int:
+        """Return an upper limit of the bytes of the tensors of `state`, for states from outside."""
+        held = self._chunks[chunk]
+        if held.kind is None or not held.kind.by_tensor:
+            return held.chunk.extent * sum(dtype.itemsize for dtype in self.state_dtypes(chunk).values())
+        # Some states of each parameter's size, and some matrices over each dimension, as Shampoo has them.
+        elements = sum(p.numel() + sum(size * size for size in p.shape) + 1 for p in held.parameters)
+        return _MOST_STATES * elements
 
     def number_dtypes(self, chunk: int) -> dict[str, torch.dtype]:
         """Return the dtype of each one-number tensor that a chunk has for each parameter ("step")."""
         kind = self._chunks[chunk].kind
-        rest = {} if kind is None else kind.dtypes
+        rest = {} if kind is None or kind.by_tensor else kind.dtypes
         return {key: dtype for key, dtype in rest.items() if kind and key not in kind.elementwise}
 
     def state_dtype(self, chunk: int, key: str) -> torch.dtype:

@@ -116,7 +116,8 @@ class SetUp(Message, frozen=True):
     `layout` is a chunks.ChunkMap as MessagePack, `optimizer` the class's full name. `digest` names the model,
     the optimizer, the configuration and the processor's instruction set: nodes with another digest are
     refused. `iteration` is the number of iterations that the checkpoint had made, of `consumed` samples. A
-    late worker's initial parameters are ignored. `slots` and `buffers` are the shared memory's.
+    late worker's initial parameters are ignored. `slots` and `buffers` are the shared memory's. `by_tensor`:
+    the optimizer steps whole tensors.
     """
 
     number: Count
@@ -133,6 +134,7 @@ class SetUp(Message, frozen=True):
     devices: Count = 1  # of the node; where there are more, the others may ask for the state themselves
     own_optimizer: Text = ""  # the script's own class as "package.module:Class"; empty: one of torch.optim's
     path: list[Text] = []  # where the worker's modules are
+    by_tensor: bool = False
 
 
 class Ready(Message, frozen=True):

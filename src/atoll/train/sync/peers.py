@@ -286,7 +286,12 @@ class PeerModel:
         # True if the CPU side must import code of other packages:
         self._imports = bool(self._own_optimizer) or parts.coding.name not in OWN
         hyperparameters = sent_groups(training.optimizer)
-        self._fingerprint = fingerprint(self._optimizer, hyperparameters, configured=self._own_optimizer)
+        self._fingerprint = fingerprint(
+            self._optimizer,
+            hyperparameters,
+            configured=self._own_optimizer,
+            by_tensor=training.unit.by_tensor,
+        )
         self._ready: Ready | None = None
         self._number = 0  # number of set-ups so far
         parts.worker.on(Ready, self._handle_ready)
@@ -402,6 +407,7 @@ class PeerModel:
                 devices=self._worker.devices.count,
                 own_optimizer=self._own_optimizer,
                 path=[str(Path(place).absolute()) for place in sys.path] if self._imports else [],
+                by_tensor=training.unit.by_tensor,
             ),
             descriptors,
         )
@@ -446,7 +452,7 @@ class PeerModel:
         optimizer = self.training.optimizer
         if not any(optimizer.state.values()):
             return 0, -1
-        raw = pack_optimizer(optimizer, self.training.chunks, self.training.unit.keys, self.exchange.steps)
+        raw = pack_optimizer(optimizer, self.training.chunks, self.training.unit, self.exchange.steps)
         file = make_file(len(raw), "the optimizer's state")
         map_bytes(file, len(raw)).copy_(torch.frombuffer(raw, dtype=torch.uint8))
         return len(raw), file
@@ -456,7 +462,8 @@ class PeerModel:
         late."""
         training = self.training
         sections = (training.config.chunks, training.config.sync, training.config.link)
-        told = (training.chunk_map, type(training.optimizer).__qualname__, *sections, self._fingerprint)
+        kind = type(training.optimizer).__qualname__, training.unit.by_tensor
+        told = (training.chunk_map, *kind, *sections, self._fingerprint)
         return hashlib.sha256(msgspec.msgpack.encode(told)).hexdigest()[:32]
 
     def _handle_ready(self, message: Ready) -> None:

@@ -25,7 +25,7 @@ from atoll.net.returning import Payload
 from atoll.store.balance import balance
 from atoll.tensors.binding import BoundChunk, carve
 from atoll.tensors.optimizer import ChunkOptimizer, ParameterOptimizer, RemoteOptimizer, StepHooks
-from atoll.tensors.packing import PACKED, pack, unpack
+from atoll.tensors.packing import PACKED, moved, pack, unpack
 from atoll.tensors.payload import tensor_of
 from atoll.tensors.settings import WatchedSettings, settings_of
 from atoll.tensors.stepunit import Unit
@@ -498,10 +498,8 @@ class ServedModel:
         if self._training.unit.by_tensor:
             flat = self._fetched.get(bound.chunk.id, {}).get(PACKED, torch.empty(0, dtype=torch.uint8))
             (state,) = unpack(flat, [scalars])
-            return {
-                key: value.to(parameter.device) if isinstance(value, Tensor) and value.ndim else value
-                for key, value in state.items()
-            }
+            there: dict[str, Any] = moved(state, parameter.device)
+            return there
         state = numbers_of(scalars)
         for key, flat in self._fetched.get(bound.chunk.id, {}).items():
             if scalars.get(key, 0) is not None:
