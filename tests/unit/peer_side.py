@@ -23,6 +23,7 @@ from atoll.core.config import Config
 from atoll.core.errors import GivenUpError
 from atoll.exchange.globalstate import pack_optimizer
 from atoll.exchange.hostmemory import HostMemory, plan_memory
+from atoll.tensors.stepunit import Unit
 from atoll.train.members.peersintroduction import Introduction
 from atoll.train.sync.peersdevices import Devices
 from atoll.train.sync.peersstart import CpuSide
@@ -126,7 +127,7 @@ class FakeSide:
     def _say_state(self, message: WantState, descriptor: int) -> None:
         """An optimizer that keeps none."""
         optimizer = torch.optim.SGD([torch.zeros(1)])
-        raw = pack_optimizer(optimizer, [], set(), message.least)
+        raw = pack_optimizer(optimizer, [], Unit(set()), message.least)
         os.pwrite(descriptor, raw, 0)
         self.say(State(iteration=message.least, packed=raw.nbytes))
 

@@ -244,7 +244,7 @@ def test_what_comes_from_outside_is_checked() -> None:
     ):
         with pytest.raises(UserError, match=line):
             parameters.check(dataclasses.replace(good, **changed))  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="none of torch.optim's element-wise ones"):
+    with pytest.raises(UserError, match="none of torch.optim's that need no closure"):
         GlobalParameters(model.layout, "torch.optim.LBFGS", model.hyperparameters())
 
 
