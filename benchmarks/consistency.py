@@ -174,7 +174,7 @@ def train(
                     loss.backward()  # type: ignore[no-untyped-call]
                 if it.clip is not None:
                     session.clip_grad_norm_(it.clip)
-                samples += session._state.prepared[0].own_samples
+                samples += session._state.prepared[0].sets[0].own_samples
                 contributors.append(contributor_of(session))
                 speaks = session._runtime.group_ring is None or session.group.rank == 0
                 it.optimizer.step()

@@ -145,6 +145,8 @@ FACTS = {
     "several machines": "whether a node's devices are on several machines",
     "late": "whether the worker comes when the run is under way",
     "models": "how many models the session has prepared before",
+    "several optimizers": "whether more than one optimizer steps the model",
+    "again": "whether the session has prepared the model before",
     "over": "a parameter that was given to `atoll.memory.over`",
     "fit": "who fits the model: `alone`, or members of `replicas`",
     "step share": "whether `memory.step` is a share",

@@ -218,7 +218,7 @@ def train_by_sampler(place: Place) -> list[list[float]]:
                 through(plain, numbers_of(rank)(SIZES[rank], (3, 2)[rank], 8)).backward()
                 each.append(gradient_of(plain))
             parts = torch.linalg.lstsq(torch.stack(each, 1), gradient_of(model)[:, None]).solution.flatten()
-            found.append([*parts.tolist(), session._state.prepared[0].own_samples])
+            found.append([*parts.tolist(), session._state.prepared[0].sets[0].own_samples])
             optimizer.step()
             optimizer.zero_grad()
         assert batches.state_dict([batches.place()] * 2)["epoch"] == 0

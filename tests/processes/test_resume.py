@@ -376,7 +376,7 @@ def test_resume_goes_on_from_a_checkpoint_if_there_is_one(
         model, _alive = scripted(session, seed=0)
         for _ in range(3):
             sum(p.sum() for p in model.parameters() if p.requires_grad).backward()
-            session._state.prepared[0].optimizer.step()
+            session._state.prepared[0].optimizers[0].step()
         session.save(folder)
     assert pool.run(resumes, folder, world=world) == [3] * world
     (Path(folder) / "manifest.json").unlink()

@@ -319,6 +319,26 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         "strategy 'peers' trains one model in a session",
         "put both into one nn.ModuleList and prepare that, with one optimizer",
     ),
+    "several-optimizers": (
+        Choices({"sync": "peers", "several optimizers": True, "run.strategy": "peers"}),
+        "strategy 'peers' steps a model by one optimizer",
+        "give session.prepare one optimizer with a param group for each, or set run.strategy to ring",
+    ),
+    "prepared-again": (
+        Choices({"sync": "asp", "again": True, "run.strategy": "server"}),
+        "strategy 'server' takes a model as it is when session.prepare first sees it, and not once more",
+        "make the change before session.prepare, or prepare the changed model in another session",
+    ),
+    "prepared-again-in-tiers": (
+        Choices({"store": "tiered", "again": True}),
+        "under budgets of memory a model stays as it is when session.prepare first sees it",
+        "prepare the changed model in another session, or leave the budgets out",
+    ),
+    "several-optimizers-in-tiers": (
+        Choices({"store": "sharded", "several optimizers": True}),
+        "under budgets of memory one optimizer steps a model",
+        "give session.prepare one optimizer with a param group for each, or leave the budgets out",
+    ),
     "over-alone": (
         Choices({**OVER, "fit": "alone"}),
         "atoll.memory.over has given 'expert.weight' the workers [0, 1], and there are no others here",

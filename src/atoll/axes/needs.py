@@ -430,6 +430,39 @@ def _of_budgets() -> Iterator[Need]:
 def _of_models() -> Iterator[Need]:
     """Facts of the model and the optimizer: names of parameters and modules, dtypes, classes."""
     prepare: tuple[Moment, ...] = ("prepare",)
+    way_out = "give session.prepare one optimizer with a param group for each"
+    yield Need(
+        "several-optimizers",
+        prepare,
+        {"sync": Is("bsp", "ssp", "asp", "peers", "replicas"), "several optimizers": Is(True)},
+        f"strategy {{run.strategy!r}} steps a model by one optimizer: {way_out}, or set run.strategy to ring "
+        "or hierarchical",
+        PrepareError,
+    )
+    yield Need(
+        "several-optimizers-in-tiers",
+        prepare,
+        {"store": IsNot("resident", None), "several optimizers": Is(True)},
+        f"under budgets of memory one optimizer steps a model: {way_out}, or leave the budgets out",
+        PrepareError,
+    )
+    before = "make the change before session.prepare, or prepare the changed model in another session"
+    yield Need(
+        "prepared-again",
+        prepare,
+        {"sync": Is("bsp", "ssp", "asp", "peers", "replicas"), "again": Is(True)},
+        "strategy {run.strategy!r} takes a model as it is when session.prepare first sees it, and not once "
+        f"more after it has changed: {before}, or set run.strategy to ring or hierarchical",
+        PrepareError,
+    )
+    yield Need(
+        "prepared-again-in-tiers",
+        prepare,
+        {"store": IsNot("resident", None), "again": Is(True)},
+        "under budgets of memory a model stays as it is when session.prepare first sees it: "
+        f"{before}, or leave the budgets out",
+        PrepareError,
+    )
     yield Need(
         "second-model",
         prepare,

@@ -46,6 +46,8 @@ from atoll.tensors.torch_compat import (
 )
 
 State: TypeAlias = dict[str, Any]
+CHANGE_BEFORE = "add and remove parameters and groups before it"
+PREPARE_AGAIN = "call session.prepare again after the change, on every worker"
 _FULL_PRECISION = (torch.float32, torch.float64)
 _CACHE_LINE = 64  # bytes: the unit of torch's fused CPU kernels, and at least a vector
 
@@ -351,7 +353,12 @@ class StepHooks:
 
 
 class ParameterOptimizer:
-    """Calls the hooks around steps of `optimizer`, which steps its parameters itself, not segments."""
+    """Calls the hooks around steps of `optimizer`, which steps its parameters itself, not segments.
+
+    `changed` is the way out if the script has changed the param groups.
+    """
+
+    changed = PREPARE_AGAIN
 
     def __init__(self, optimizer: torch.optim.Optimizer, hooks: StepHooks) -> None:
         self.optimizer, self._hooks = optimizer, hooks
@@ -380,7 +387,7 @@ class ParameterOptimizer:
         self.restore()
         if kwargs or len(args) > 1:
             args, kwargs = call_closure_now(args, kwargs)
-        check_groups(optimizer, self._group_parameters)
+        check_groups(optimizer, self._group_parameters, way_out=self.changed)
         self._hooks.before()
         gradients = []
         for parameters in self._group_parameters:
@@ -429,6 +436,8 @@ class RemoteOptimizer(ParameterOptimizer):
         counts_skips: have a GradScaler leave division and skip to this optimizer even if it is not fused. A
             skipped step is then still made, as one that is not accepted, since other workers wait for it.
     """
+
+    changed = CHANGE_BEFORE
 
     def __init__(
         self,
@@ -690,7 +699,7 @@ class ChunkOptimizer:
         self.restore()
         if kwargs or len(args) > 1:
             args, kwargs = call_closure_now(args, kwargs)
-        check_groups(optimizer, self._group_parameters)
+        check_groups(optimizer, self._group_parameters, way_out=PREPARE_AGAIN)
         if self._state_was_replaced():
             self._import()
         self._hooks.before()
@@ -751,18 +760,18 @@ class ChunkOptimizer:
 
 
 def check_groups(
-    optimizer: torch.optim.Optimizer, known: Sequence[Sequence[Tensor]], since: str = "session.prepare"
+    optimizer: torch.optim.Optimizer,
+    known: Sequence[Sequence[Tensor]],
+    since: str = "session.prepare",
+    way_out: str = CHANGE_BEFORE,
 ) -> None:
     """Raise UserError if the param groups' parameters differ from `known`, which `since` has seen."""
     if len(optimizer.param_groups) < len(known):
-        raise UserError(f"a param group of the optimizer was removed after {since}; remove it before")
+        raise UserError(f"a param group of the optimizer was removed after {since}; {way_out}")
     for index, group in enumerate(optimizer.param_groups):
         expected = known[index] if index < len(known) else []
         if len(expected) != len(group["params"]) or not all(map(is_, expected, group["params"])):
-            raise UserError(
-                f"the optimizer's param group {index} was changed after {since}; "
-                "add parameters and groups before it"
-            )
+            raise UserError(f"the optimizer's param group {index} was changed after {since}; {way_out}")
 
 
 def runs_alike(

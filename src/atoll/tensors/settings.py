@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any
 
@@ -53,6 +54,14 @@ class WatchedSettings:
             self._values = values if all(map(_is_fixed, values)) else []
             self._scale = scale
         return self._settings
+
+
+def settings_of_all(optimizers: Sequence[torch.optim.Optimizer]) -> Callable[[], Settings]:
+    """Return a function that returns the present settings of several optimizers, one after another."""
+    watched = [WatchedSettings(each) for each in optimizers]
+    if len(watched) == 1:
+        return watched[0]
+    return lambda: [group for each in watched for group in each()]
 
 
 def _is_fixed(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -28,14 +29,14 @@ class Description(msgspec.Struct):
 def describe(
     specs: list[ParameterSpec],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[torch.optim.Optimizer],
     config: Config,
     *,
     name: str = "",
     step: str | None = None,
     has_budgets: bool = False,
 ) -> Description:
-    """Return this worker's description. Of the optimizer's state it has only the number of parameters with
+    """Return this worker's description. Of an optimizer's state it has only the number of parameters with
     state."""
     parameters = {
         spec.name: f"{spec.shape} {spec.dtype}{'' if spec.trainable else ', frozen'}"
@@ -43,11 +44,14 @@ def describe(
         for spec in specs
     }
     buffers = {name: f"{tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()}
-    settings: dict[str, str] = {"class": type(optimizer).__name__, "state": str(len(optimizer.state))}
-    for index, group in enumerate(optimizer.param_groups):
-        for key, value in group.items():
-            if key not in ("params", "param_names"):
-                settings[f"param_groups[{index}][{key!r}]"] = _shown(value)
+    settings: dict[str, str] = {}
+    for number, optimizer in enumerate(optimizers):
+        of = f"[{number}] " if len(optimizers) > 1 else ""
+        settings |= {f"{of}class": type(optimizer).__name__, f"{of}state": str(len(optimizer.state))}
+        for index, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                if key not in ("params", "param_names"):
+                    settings[f"{of}param_groups[{index}][{key!r}]"] = _shown(value)
     # Settings that change the computation must be equal; others, such as the place of records, may differ.
     # Under ps-hra all members of a group hold the gradients that its link carries, so link settings count.
     sections = ("chunks", "sync", "groups", *(("link",) if config.run.strategy == "ps-hra" else ()))

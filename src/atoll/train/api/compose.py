@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 
 from atoll.axes.cells import Cell, GroupKind, Others, cell_of, choices_in
+from atoll.axes.choices import Choices
 from atoll.axes.needs import check
 from atoll.core.config import STRATEGIES, Config
 from atoll.core.heap import keep_freed_memory
@@ -136,6 +137,13 @@ class Runtime:
         """Return the choices by which a model is trained here, under the budgets `memory`."""
         return cell_of(config, self.others, self.group, memory)
 
+    def choices(self, config: Config, given: Memory | None, **facts: Any) -> Choices:
+        """Return the choices by which the next model is trained, under the budgets `given` or those of
+        `[memory]`, with further `facts` of it."""
+        memory = config.memory if given is None and config.memory.is_given else given
+        known = {"late": self.late, "site": self.site, "models": len(self.state.prepared), **facts}
+        return choices_in(self.cell(config, memory), config, known, given)
+
     def unit(
         self, config: Config, given: Memory | None, optimizer: torch.optim.Optimizer, asked: str | None
     ) -> Unit:
@@ -144,23 +152,19 @@ class Runtime:
         `asked` is the script's own word. Raises UserError where the table of needs refuses the optimizer.
         """
         unit = unit_of(optimizer, asked, self.device)
-        memory = config.memory if given is None and config.memory.is_given else given
-        check("prepare", choices_in(self.cell(config, memory), config, unit.facts, given))
+        check("prepare", self.choices(config, given, **unit.facts))
         return unit
 
-    def tiers(self, config: Config, given: Memory | None) -> Tiers | None:
+    def tiers(self, config: Config, given: Memory | None, **facts: Any) -> Tiers | None:
         """Return the place of the next model in budgets: those `given`, else those of `[memory]`. None: no
-        budgets.
+        budgets. `facts` are those of the table of needs.
 
         Raises UserError, on all workers alike, for a model that cannot be trained by the run's choices, and
         for budgets that cannot be read.
         """
         memory = config.memory if given is None and config.memory.is_given else given
-        cell = self.cell(config, memory)
-        number = len(self.state.prepared)
-        facts = {"late": self.late, "site": self.site, "models": number}
-        check("prepare", choices_in(cell, config, facts, given))
-        return None if memory is None else self.make_tiers(memory, number)
+        check("prepare", self.choices(config, given, **facts))
+        return None if memory is None else self.make_tiers(memory, len(self.state.prepared))
 
 
 def compose(config: Config, place: Place, member: RunMembership) -> Runtime:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -19,26 +19,38 @@ class Models:
     def __init__(self, prepared: list[Prepared]) -> None:
         self._prepared = prepared
 
-    def check_new(self, model: nn.Module, optimizer: torch.optim.Optimizer, name: str) -> None:
-        """Raise PrepareError or UserError for a model or optimizer that cannot be prepared.
+    def check_new(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], name: str
+    ) -> Prepared | None:
+        """Return the model as it was prepared before; None for another model.
 
-        That is so if `model` is no module, if `optimizer` is no optimizer, or if the model, one of its
-        parameters or its `name` belongs to a model prepared before.
+        Raises PrepareError or UserError for a model or optimizers that cannot be prepared. That is so if
+        `model` is no module, if `optimizers` are not optimizers, each another one, or if one of the model's
+        parameters or its `name` belongs to another model prepared before.
         """
-        _check_pair(model, optimizer)
+        _check_pair(model, optimizers)
         module = uncompiled(model)
+        former = next((prepared for prepared in self._prepared if prepared.module is module), None)
         for prepared in self._prepared:
+            if prepared is former:
+                continue
             if name and prepared.origin.name == name:
                 raise UserError(f"session.prepare(name={name!r}): another model has that name already")
-            if prepared.module is module:
-                raise UserError("this model is prepared already; call session.prepare once for each model")
             taken = {id(parameter) for parameter in prepared.parameters.values()}
             for own, parameter in module.named_parameters():
                 if id(parameter) in taken:
                     raise PrepareError(
                         f"parameter {own!r} belongs to another prepared model too; put both models into one "
-                        "nn.ModuleList and prepare that, with one optimizer"
+                        "nn.ModuleList and prepare that"
                     )
+        return former
+
+    def put(self, prepared: Prepared, former: Prepared | None) -> None:
+        """Add a prepared model, or put it in the place of `former`."""
+        if former is None:
+            self._prepared.append(prepared)
+        else:
+            self._prepared[self._prepared.index(former)] = prepared
 
     def require(self, what: str) -> None:
         """Raise UserError unless a model is prepared. `what` names the call that needs one."""
@@ -73,14 +85,19 @@ class Models:
                 reducer.synchronous = synchronous
 
 
-def _check_pair(model: object, optimizer: object) -> None:
+def _check_pair(model: object, optimizers: Sequence[object]) -> None:
     if not isinstance(model, nn.Module):
         raise PrepareError(
             f"session.prepare takes one nn.Module as its model, and was given a {type(model).__name__}; put "
             "several into one nn.ModuleList"
         )
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise PrepareError(
-            "session.prepare takes one torch.optim.Optimizer, and was given a "
-            f"{type(optimizer).__name__}; several become one with a param group for each"
-        )
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise PrepareError(
+                "session.prepare takes a torch.optim.Optimizer, or a list of several, and was given a "
+                f"{type(optimizer).__name__}"
+            )
+    if not optimizers:
+        raise PrepareError("session.prepare was given an empty list of optimizers; give it one or more")
+    if len(set(map(id, optimizers))) < len(optimizers):
+        raise PrepareError("session.prepare was given one optimizer twice in its list; give it once")

@@ -1,4 +1,4 @@
-"""One model and its optimizer, prepared: laid out in chunks, with hooks for gradients, stepped chunk by
+"""One model and its optimizers, prepared: laid out in chunks, with hooks for gradients, stepped chunk by
 chunk."""
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from atoll.exchange.sentgroups import sent_groups
 from atoll.memory.agreeing import BatchEpochs
 from atoll.memory.over import refuse_apart
 from atoll.memory.sharded import Sharded
-from atoll.tensors.binding import check_bindable, specs_of
+from atoll.tensors.binding import BoundChunk, check_bindable, specs_of
 from atoll.tensors.clipping import check_max_norm
-from atoll.tensors.optimizer import StepHooks
+from atoll.tensors.optimizer import PREPARE_AGAIN
 from atoll.tensors.stepunit import Unit
 from atoll.tensors.torch_compat import (
     backward_under_way,
@@ -39,7 +39,9 @@ from atoll.tensors.torch_compat import (
     watch_zeroing,
 )
 from atoll.train.api.agreement import check_same, describe
+from atoll.train.api.growth import Growth
 from atoll.train.api.origin import Origin
+from atoll.train.api.stepset import StepSet
 from atoll.train.checkpoint.buffers import ModelBuffers
 from atoll.train.gradients.backward import BackwardEnd
 from atoll.train.gradients.clipping import GradientNorm
@@ -49,6 +51,7 @@ from atoll.train.gradients.othersteps import OtherSteps
 from atoll.train.gradients.reducer import Calls, Clipping
 from atoll.train.gradients.samples import ContributionWeight, SampleCount, SeenSamples
 from atoll.train.gradients.syncnorm import check_sync_batch_norm
+from atoll.train.gradients.watch import GradientWatch
 from atoll.train.gradients.whole import Whole
 from atoll.train.members.workers import Workers
 from atoll.train.sync.strategies import Strategy, Training
@@ -59,6 +62,7 @@ _DROPPED = (
     "after backward"
 )
 _IS_SPARSE = attrgetter("is_sparse")
+_BEFORE = "make the change before session.prepare"
 _EDITED = (
     "all gradients were changed between a backward under no_sync and {}, {}; they are this worker's own, and "
     "the mean of clipped gradients is not the clipped mean: to clip, call session.clip_grad_norm_ after the "
@@ -88,14 +92,14 @@ class Batches(Protocol):
 class Steps(Protocol):
     """The session's acts around each optimizer step (`train/api/steps.py`)."""
 
-    def begins(self, prepared: Prepared) -> None:
-        """Act before the model's optimizer steps."""
+    def begins(self, of: StepSet, consumed: float) -> None:
+        """Act before an optimizer steps; `consumed` are the samples of all workers in the run so far."""
 
     def skipped(self, reason: str) -> None:
         """Note that the policy on NaN and infinities has skipped a step."""
 
-    def stepped(self, prepared: Prepared) -> None:
-        """Act after the model's optimizer has stepped."""
+    def stepped(self, prepared: Prepared, of: StepSet) -> None:
+        """Act after one of the model's optimizers has stepped."""
 
 
 class Tells(Protocol):
@@ -108,17 +112,19 @@ class Tells(Protocol):
 
 
 class Prepared:
-    """One (model, optimizer) pair that `session.prepare` has prepared.
+    """One model that `session.prepare` has prepared, with the optimizers that step it.
 
     If `tiers` gives a strategy, the model's chunks lie in tiers and that strategy replaces `strategy`.
-    Otherwise the model trains as without tiers. `backward` is the session's.
+    Otherwise the model trains as without tiers. `backward` is the session's. `number` is the model's in the
+    session, and `may_change` is True if it may be prepared again after it has changed.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Sequence[torch.optim.Optimizer],
         *,
+        number: int,
         origin: Origin,
         config: Config,
         device: torch.device,
@@ -131,8 +137,9 @@ class Prepared:
         tells: Tells,
         unit_of: Callable[[torch.optim.Optimizer, str | None], Unit],
         step: str | None,
+        may_change: bool = False,
     ) -> None:
-        self.config, self._workers, self.optimizer, self.origin = config, workers, optimizer, origin
+        self.config, self._workers, self.origin = config, workers, origin
         self._backward, self._batches, self._steps, self._tells = backward, batches, steps, tells
         self.module: nn.Module = uncompiled(model)  # inside torch.compile's wrapper
         count_unscaling()
@@ -145,7 +152,6 @@ class Prepared:
         self.samples = SampleCount()
         # The latest backward that reached a forward, and the latest that left gradients:
         self._reached_in = self._came_in = -1
-        self.own_samples = 0.0  # this worker's samples since the last step
         self._closed = self._ready = False
         _refuse_wrapped(self.module)
         _refuse_sparse(self.module)
@@ -155,23 +161,32 @@ class Prepared:
         check_bindable(self.parameters)
         refuse_apart(self.module, store="sharded" if tiers is not None and tiers.has_members else "resident")
         _to_device(self.module, self.parameters, device)
-        settings = _settings(optimizer, self.parameters)
+        settings = _settings(optimizers, self.parameters)
         if strategy.brings_parameters:  # before workers meet, so that all raise the error
-            sent_groups(optimizer)
+            for optimizer in optimizers:
+                sent_groups(optimizer)
         specs = specs_of(self.parameters, settings)
         described = describe(
-            specs, self.module, optimizer, config, name=origin.name, step=step, has_budgets=tiers is not None
+            specs,
+            self.module,
+            optimizers,
+            config,
+            name=origin.name,
+            step=step,
+            has_budgets=tiers is not None,
         )
         check_same(workers, described)
-        unit = unit_of(optimizer, step)
+        units = [unit_of(each, step) for each in optimizers]
         epochs_mixed = partial(tells.warn_together, "epochs")
         lies: Tiers | Whole = Whole()
-        in_tiers = None if tiers is None else tiers.strategy(model, optimizer)
+        in_tiers = None if tiers is None else tiers.strategy(model, optimizers[0])
         if tiers is not None and in_tiers is not None:
             lies, strategy = tiers, in_tiers
         self.tiers, self._strategy = tiers, strategy
         self.chunk_map, self.chunks = lies.bind(specs, self.parameters, config.chunk_bytes)
         self._homes = list(_homes(self.module, self.parameters))
+        self._growth = Growth(self.module)
+        self._way_out = PREPARE_AGAIN if may_change else _BEFORE
         self._frozen = [name for name, parameter in self.parameters.items() if not parameter.requires_grad]
         trained = [chunk for chunk in self.chunks if chunk.parameters[0].requires_grad]
         brought = {chunk.chunk.id for chunk in trained} if strategy.brings_parameters else set()
@@ -182,13 +197,17 @@ class Prepared:
         self.norm = GradientNorm(self.parameters)
         self._trained_chunks = trained
         self.trained = {name for chunk in trained for name in chunk.names}
+        self.sets = [
+            StepSet(self, each, unit, _watch(each, trained) if len(optimizers) > 1 else None)
+            for each, unit in zip(optimizers, units, strict=True)
+        ]
         self.reducer, self.stepper = strategy.build(
             Training(
-                optimizer=optimizer,
+                number=number,
+                sets=self.sets,
                 chunk_map=self.chunk_map,
                 chunks=trained,
                 frozen=[chunk for chunk in self.chunks if not chunk.parameters[0].requires_grad],
-                unit=unit,
                 calls=Calls(
                     arm=self._gradient_came,
                     contribution=self.samples.contribution,
@@ -200,19 +219,19 @@ class Prepared:
                     counts_unlike=partial(tells.warn_together, "weights"),
                     epoch=batches.epoch,
                     epochs_mixed=epochs_mixed,
-                    unscaled=lambda: scale_of(optimizer),
+                    unscaled=lambda: scale_of(optimizers[0]),
                     buffers=self.buffers if len(self.buffers) else None,
                 ),
-                hooks=StepHooks(self._before_step, self._accept, self._after_step),
                 config=config,
             )
         )
         # After the step hooks were made, so that the session's policy on gradients runs first.
-        lies.fit(model, optimizer, BatchEpochs(batches.epoch, epochs_mixed))
+        lies.fit(model, optimizers[0], BatchEpochs(batches.epoch, epochs_mixed))
         self._ready = True
         self.reducer.ready()
         backward.add(self.reducer)
-        before_unscaling(optimizer, self._before_unscaling, self._has_batch)
+        for each in self.sets:
+            before_unscaling(each.optimizer, each.before_unscaling, each.has_batch)
         self._norms = lies.norms(self.norm)
         self._lazy_hooks = []
         touched = BesideCompiled(self.reducer.before_use)
@@ -230,11 +249,16 @@ class Prepared:
         self._other_steps = None
         if not workers.alone:
             self._other_steps = OtherSteps(
-                optimizer,
+                optimizers,
                 self.parameters,
                 shows_mean=lambda: self.reducer.shows_mean,
                 warn_once=tells.warn_once,
             )
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that step the model, in the script's order."""
+        return [each.optimizer for each in self.sets]
 
     @property
     def trained_bytes(self) -> int:
@@ -272,6 +296,25 @@ class Prepared:
         else:
             self.stepper.give_back(self.tiers.lacks_room if self.tiers is not None else lambda _: "")
 
+    def leave(self) -> None:
+        """Make room for the model as it is now: its optimizers keep their state, and step plainly.
+
+        Raises PrepareError between a backward and its step.
+        """
+        if self.reducer.unsent or (self.reducer.reduced and self.reducer.watch.has_values()):
+            raise PrepareError(
+                "session.prepare was called again between a backward and optimizer.step(); call it after the "
+                "step, on every worker"
+            )
+        self.close()
+        self._backward.remove(self.reducer)
+
+    def go_on(self, former: Prepared) -> None:
+        """Go on at the iteration of the model as it was prepared before."""
+        self.reducer.load_state_dict(former.reducer.state_dict())
+        self.reducer.consumed = former.reducer.consumed
+        self.samples.unknown = former.samples.unknown
+
     def close(self) -> None:
         """Take the hooks off the model; its parameters and gradients stay where they are.
 
@@ -279,6 +322,7 @@ class Prepared:
         """
         self._closed = True
         self._hooks.close()
+        self._growth.close()
         if self._other_steps is not None:
             self._other_steps.close()
         for handle in self._lazy_hooks:
@@ -307,9 +351,9 @@ class Prepared:
 
     @property
     def stepped_names(self) -> list[str]:
-        """The names of the optimizer's parameters, in the order of its state_dict."""
+        """The names of the first optimizer's parameters, in the order of its state_dict."""
         names = {id(parameter): name for name, parameter in self.parameters.items()}
-        return [names.get(id(p), "") for group in self.optimizer.param_groups for p in group["params"]]
+        return [names.get(id(p), "") for group in self.optimizers[0].param_groups for p in group["params"]]
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Clip the gradients by their global norm; return the norm before.
@@ -318,7 +362,10 @@ class Prepared:
         are those of torch's own function, whose first argument is the parameters.
         """
         check_max_norm(max_norm, norm_type)
-        self.reducer.before_step()
+        if any(map(self._follows, self.sets)):
+            self.reducer.sum.followed()
+        else:
+            self.reducer.before_step()
         norm = self.reducer.clip(
             Clipping(
                 max_norm,
@@ -360,8 +407,8 @@ class Prepared:
             if held.get(attribute) is not parameter and not is_within_functional_call():
                 raise BindingError(
                     f"parameter {name!r} was replaced by another Parameter after session.prepare; copy "
-                    "new values into it instead (with torch.no_grad(): parameter.copy_(...)), or replace "
-                    "it before"
+                    "new values into it instead (with torch.no_grad(): parameter.copy_(...)), or "
+                    f"{self._way_out}"
                 )
 
     def _backward_reaches(self, seen: SeenSamples | None) -> None:
@@ -384,40 +431,59 @@ class Prepared:
         self._backward.arm()
 
     def _committed(self, own: ContributionWeight, _group_samples: float) -> None:
-        self.own_samples += own.samples
-        if self._others:  # other workers compare the scale
-            forget_scale(self.optimizer)
+        for each in self.sets:
+            each.own_samples += own.samples
+            each.reduced()
+            if self._others:  # other workers compare the scale
+                forget_scale(each.optimizer)
         self.samples.use(alike=self.reducer.count_alike)
         self._batches.whole()
 
-    def _before_unscaling(self) -> None:
+    def _follows(self, of: StepSet) -> bool:
+        """True if an optimizer is left to step gradients that another optimizer has stepped already."""
+        return of.has_gradients_left and not self.reducer.has_batch
+
+    def before_unscaling(self, of: StepSet) -> None:
         """Reduce before a GradScaler looks for infinities, also on a worker without a batch."""
-        if self.reducer.synchronous and not self._closed:
+        if self.reducer.synchronous and not self._closed and not self._follows(of):
             self.reducer.before_step()
 
-    def _has_batch(self) -> bool:
+    def has_batch_for(self, of: StepSet) -> bool:
         """False if no backward of this iteration has left gradients on this worker."""
-        return self._closed or self.reducer.has_batch
+        return self._closed or self.reducer.has_batch or self._follows(of)
 
     def _note_zeros(self, parameters: Iterable[nn.Parameter]) -> None:
         if self._ready:
             self.reducer.note_zeros(parameters)
+            for each in self.sets:
+                each.note_zeros(parameters)
 
-    def _before_step(self) -> None:
+    def before_step(self, of: StepSet) -> None:
+        """Check the model, and have its gradients reduced, before an optimizer steps."""
         self._check_homes()
+        new = self._growth.find(self.parameters)
+        if new and self._others:
+            raise PrepareError(
+                f"parameter {new!r} came into the model after session.prepare, and no worker would sum its "
+                f"gradients; {self._way_out}"
+            )
         for name in self._frozen:
             if self.parameters[name].requires_grad:
                 raise PrepareError(
                     f"parameter {name!r} was frozen when session.prepare saw it and is trainable now; "
-                    "leave it trainable until after session.prepare, then freeze it until it is wanted"
+                    f"leave it trainable until then and freeze it afterwards, or {self._way_out}"
                 )
         for bound in self._trained_chunks:
             bound.check()
         if not self.reducer.sums_samples:
-            self._steps.begins(self)
-        self.reducer.before_step()
+            self._steps.begins(of, self.reducer.consumed)
+        of.follows = self._follows(of)
+        if of.follows:
+            self.reducer.sum.followed()
+        else:
+            self.reducer.before_step()
 
-    def _accept(self, gradients: Sequence[Tensor]) -> bool:
+    def accepts(self, of: StepSet, gradients: Sequence[Tensor]) -> bool:
         """Return True if the step is to be made, by the policy `sync.nonfinite`.
 
         The reduced gradients are equal on all workers, so all decide alike. Raises NonFiniteGradientError
@@ -430,9 +496,9 @@ class Prepared:
         finite = self._norms.are_finite(gradients)
         # A GradScaler has skipped the step, here by a fused optimizer. It may have looked before the
         # script wrote a NaN.
-        if finite or infinity_left_to(self.optimizer):
+        if finite or infinity_left_to(of.optimizer):
             return True
-        reason = self._blame()
+        reason = self._blame(of)
         if self.config.sync.nonfinite == "skip":
             self._steps.skipped(reason)
             self.reducer.refuse()
@@ -442,7 +508,9 @@ class Prepared:
             "iterations out, or to 'allow' to apply them"
         )
 
-    def _blame(self) -> str:
+    def _blame(self, of: StepSet) -> str:
+        if of.follows:  # the workers' own gradients are gone
+            return _blamed([])
         if self._shared is not None:  # only a part's owner has its sum
             found = self._workers.gather(self._shared.nonfinite(), "the sums that are not finite")
             first = next((name for name in self.parameters if name in found), "")
@@ -455,12 +523,18 @@ class Prepared:
         ranked = zip(self._workers.ranks, found, strict=True)
         return _blamed([f"{names[0]!r} on worker {rank}" for rank, names in ranked if names])
 
-    def _after_step(self) -> None:
+    def after_step(self, of: StepSet) -> None:
+        """Follow an optimizer's step. The first step of an iteration's gradients ends the iteration."""
+        of.waits = False
         self.norm.forget()
-        self.reducer.after_step()
-        self._steps.stepped(self)
-        self.samples.reset()
-        self.own_samples = 0.0
+        if not of.follows:
+            self.reducer.after_step()
+        if not any(each.waits for each in self.sets):
+            self.reducer.all_stepped()
+        self._steps.stepped(self, of)
+        if not of.follows:
+            self.samples.reset()
+        of.own_samples, of.follows = 0.0, False
 
 
 def _blamed(named: Sequence[str]) -> str:
@@ -469,24 +543,47 @@ def _blamed(named: Sequence[str]) -> str:
 
 
 def _settings(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
+    optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter]
 ) -> dict[nn.Parameter, str]:
-    """Return the index of the param group that steps each parameter, as the layout's settings key.
+    """Return the number of the param group that steps each parameter, as the layout's settings key.
 
-    Raises PrepareError for a parameter of the optimizer that is not in the model.
+    Groups are numbered through all optimizers. Raises PrepareError for a parameter of an optimizer that is
+    not in the model, and, if there are several optimizers, for one that two of them have, or none.
     """
-    known = set(parameters.values())
+    names = {parameter: name for name, parameter in parameters.items()}
+    owner: dict[nn.Parameter, int] = {}
     settings: dict[nn.Parameter, str] = {}
-    for index, group in enumerate(optimizer.param_groups):
+    groups = [(number, group) for number, each in enumerate(optimizers) for group in each.param_groups]
+    for index, (number, group) in enumerate(groups):
         for position, parameter in enumerate(group["params"]):
-            if parameter not in known:
+            if parameter not in names:
                 raise PrepareError(
                     f"parameter {position} of the optimizer's param group {index}, of shape "
                     f"{tuple(parameter.shape)}, is not in the model; put every module that it steps into "
                     "one nn.ModuleList and prepare that"
                 )
+            if owner.setdefault(parameter, number) != number:
+                raise PrepareError(
+                    f"parameter {names[parameter]!r} is in optimizers {owner[parameter]} and {number}, and "
+                    "both would step it; leave it to one of them"
+                )
             settings[parameter] = str(index)
+    for parameter, name in names.items() if len(optimizers) > 1 else ():
+        if parameter.requires_grad and parameter not in owner:
+            raise PrepareError(
+                f"parameter {name!r} is in none of the {len(optimizers)} optimizers; give it to one of them, "
+                f"or freeze it (requires_grad_(False))"
+            )
     return settings
+
+
+def _watch(optimizer: torch.optim.Optimizer, chunks: Sequence[BoundChunk]) -> GradientWatch:
+    """Return a watch on the gradients of the chunks that one optimizer steps."""
+    own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    return GradientWatch([chunk for chunk in chunks if chunk.parameters[0] in own], _nothing, _nothing)
+
+
+def _nothing() -> None: ...
 
 
 _Home: TypeAlias = tuple[Mapping[str, nn.Parameter | None], str, nn.Parameter, str]

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch.optim import Optimizer
+
 from atoll.core.errors import UserError
 from atoll.train.api.prepared import Prepared
 from atoll.train.api.records import Records
 from atoll.train.api.schedule import SampleSchedule, ScheduleWatch
 from atoll.train.api.schedulers import schedulers_of
+from atoll.train.api.stepset import StepSet
 from atoll.train.checkpoint.resume import TrainingState
 from atoll.train.members.workers import Workers
 
@@ -33,40 +36,45 @@ class Schedules:
         self._state, self._records, self._workers = state, records, workers
         self._together, self._counted = together, counted
         self._name = str(workers.place.name)
-        self._watches: dict[int, ScheduleWatch] = {}  # by the prepared model's id
+        self._watches: dict[int, ScheduleWatch] = {}  # by the optimizer's id
 
     def watch(self, prepared: Prepared) -> None:
-        """Watch the schedulers that the script steps on this model's optimizer."""
-        watch = ScheduleWatch(prepared.optimizer, self._name, schedulers_of, self._records.warn_once)
-        self._watches[id(prepared)] = watch
+        """Watch the schedulers that the script steps on this model's optimizers."""
+        for optimizer in prepared.optimizers:
+            if id(optimizer) not in self._watches:  # the model may be prepared again
+                watch = ScheduleWatch(optimizer, self._name, schedulers_of, self._records.warn_once)
+                self._watches[id(optimizer)] = watch
 
     def add(self, scheduler: Any, total: float, steps: int | None) -> None:
         """Drive a scheduler by samples, as documented at `Session.schedule`."""
         optimizer = getattr(scheduler, "optimizer", None)
-        prepared = next((each for each in self._state.prepared if each.optimizer is optimizer), None)
-        if prepared is None:
+        prepared = next(
+            (each for each in self._state.prepared if any(own is optimizer for own in each.optimizers)), None
+        )
+        if prepared is None or optimizer is None:
             raise UserError(
                 "session.schedule: this scheduler's optimizer is not prepared; call "
                 "session.prepare(model, optimizer) first"
             )
         if any(each.scheduler is scheduler for each in self._state.schedules):
             raise UserError(f"session.schedule: this {type(scheduler).__name__} is driven already")
-        schedule = SampleSchedule(scheduler, prepared.optimizer, total, steps)
+        schedule = SampleSchedule(scheduler, optimizer, total, steps)
         self._state.schedules.append(schedule)
-        self._watches[id(prepared)].let_go(scheduler)
+        self._watches[id(optimizer)].let_go(scheduler)
         prepared.samples.unknown = schedule.per_step / max(1, self._state.world)
         self._records.decided("schedule", schedule.describe(), "session.schedule: by all workers' samples")
 
-    def stepped(self, prepared: Prepared) -> None:
-        """Make the steps due after this model's optimizer step, and warn of schedulers off course."""
+    def stepped(self, prepared: Prepared, of: StepSet) -> None:
+        """Make the steps due after this step of one of a model's optimizers, and warn of schedulers off
+        course."""
+        optimizer, consumed = of.optimizer, prepared.reducer.consumed
         if self._state.schedules:
-            self._state.follow_samples(prepared)
-        watch = self._watches[id(prepared)]
+            self._state.follow_samples(optimizer, consumed)
+        watch = self._watches[id(optimizer)]
         if watch.has_schedulers():
-            consumed = prepared.reducer.consumed
-            watch.stepped(prepared.own_samples, consumed, self._counted(), self._together)
+            watch.stepped(of.own_samples, consumed, self._counted(), self._together)
         if self._state.schedules:
-            self._see_ends(prepared)
+            self._see_ends(optimizer, consumed)
         if prepared.samples.guessed:
             samples = prepared.samples.unknown
             self._records.warn_once(
@@ -75,11 +83,10 @@ class Schedules:
                 f"session.schedule counts {samples:g} for each: call the model itself with the batch first",
             )
 
-    def _see_ends(self, prepared: Prepared) -> None:
+    def _see_ends(self, optimizer: Optimizer, consumed: float) -> None:
         """Warn if training goes on past the end of a schedule that samples drive."""
-        consumed = prepared.reducer.consumed
         for schedule in self._state.schedules if self._workers.is_first else ():
-            passed = schedule.passed(consumed) if schedule.optimizer is prepared.optimizer else ""
+            passed = schedule.passed(consumed) if schedule.optimizer is optimizer else ""
             if passed:
                 self._records.warn_once("the end of a schedule by samples", passed)
 
@@ -90,4 +97,5 @@ class Schedules:
         """
         for prepared in self._state.prepared:
             if not (prepared.reducer.sums_samples and prepared.reducer.reduced):
-                self._state.follow_samples(prepared)
+                for optimizer in prepared.optimizers:
+                    self._state.follow_samples(optimizer, prepared.reducer.consumed)

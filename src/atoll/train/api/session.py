@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from atoll.axes.needs import refusal
 from atoll.core import events
 from atoll.core.childsignals import child_deaths_ignored
 from atoll.core.config import SPEED_VARIABLE, Config
@@ -48,6 +49,9 @@ from atoll.train.data.sampler import BatchesSampler, ShardedSampler
 from atoll.train.gradients.backward import BackwardEnd
 from atoll.train.members.meetings import Reduction
 from atoll.train.members.workers import Value
+
+# What a script gives `Session.prepare` to step a model: an optimizer, or a list or tuple of several.
+Optimizers = TypeVar("Optimizers", bound=torch.optim.Optimizer | Sequence[torch.optim.Optimizer])
 
 
 class Session:
@@ -165,13 +169,20 @@ class Session:
     def prepare(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizers,
         memory: Memory | None = None,
         *,
         name: str = "",
         step: str | None = None,
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    ) -> tuple[nn.Module, Optimizers]:
         """Prepare `model` and `optimizer` to train with the other workers; return these two objects, changed.
+
+        `optimizer` may be a list of several optimizers. Then each trainable parameter is in exactly one of
+        them, and each optimizer steps when the script calls it.
+
+        Call it again for a model that has changed since: parameters were frozen or unfrozen, a module was
+        replaced or added, a param group was added. Every worker does so between two iterations, and training
+        goes on with all state that the optimizers have.
 
         The model moves to `session.device`. Its parameters become views into chunks and take worker 0's
         values, as do its buffers. Every worker calls this method, with equal models. It may be called again
@@ -190,28 +201,38 @@ class Session:
         whole tensors of the parameters' own shapes. Without it a trial decides (docs/how-to/optimizers.md).
         """
         self._workers.check_open()
-        self._models.check_new(model, optimizer, name)
-        origin = origin_of(model, name)
-        runtime, is_first = self._runtime, not self._state.prepared
+        several = isinstance(optimizer, (list, tuple))
+        optimizers: list[Any] = list(optimizer) if several else [optimizer]  # type: ignore[arg-type]
+        former = self._models.check_new(model, optimizers, name)
+        runtime, prepared_before = self._runtime, self._state.prepared
+        number = len(prepared_before) if former is None else prepared_before.index(former)
+        facts = {"several optimizers": len(optimizers) > 1}
+        may_change = refusal("prepare", runtime.choices(self.config, memory, again=True)) is None
         with self._collectives.call("session.prepare"):
-            tiers = runtime.tiers(self.config, memory)
+            tiers = runtime.tiers(self.config, memory, again=former is not None, **facts)
+            if former is not None:
+                former.leave()
             prepared = Prepared(
                 model,
-                optimizer,
-                origin=origin,
+                optimizers,
+                number=number,
+                origin=origin_of(model, name) if former is None else former.origin,
                 config=self.config,
                 device=self.device,
                 workers=self._workers,
                 strategy=runtime.strategy,
                 tiers=tiers,
                 backward=self._backward,
-                batches=self._batches if is_first else OtherBatches(self._passes),
+                batches=self._batches if number == 0 else OtherBatches(self._passes),
                 steps=self._steps,
                 tells=self._records,
                 unit_of=partial(runtime.unit, self.config, memory),
                 step=step,
+                may_change=may_change,
             )
-        self._state.prepared.append(prepared)
+        if former is not None:
+            prepared.go_on(former)
+        self._models.put(prepared, former)
         self._schedules.watch(prepared)
         if runtime.member is not None:
             runtime.member.prepared(prepared.trained_bytes)

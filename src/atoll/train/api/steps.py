@@ -8,6 +8,7 @@ from atoll.train.api.compose import Runtime
 from atoll.train.api.maskcheck import MaskCheck
 from atoll.train.api.prepared import Prepared
 from atoll.train.api.schedules import Schedules
+from atoll.train.api.stepset import StepSet
 from atoll.train.gradients.backward import BackwardEnd
 
 
@@ -30,14 +31,14 @@ class Steps:
         self._pace, self._member = runtime.pace, runtime.member
         self._told_of_buffers = self._is_checked = False
 
-    def begins(self, prepared: Prepared) -> None:
-        """Step the schedules before an optimizer step, by samples of others that have become known since the
-        last step.
+    def begins(self, of: StepSet, consumed: float) -> None:
+        """Step the optimizer's schedules before its step, by samples of others that have become known since
+        the last one.
 
         This is not called if the iteration's own samples are counted already, since this step's parameters do
         not include them yet.
         """
-        self._state.follow_samples(prepared)
+        self._state.follow_samples(of.optimizer, consumed)
 
     def skipped(self, reason: str) -> None:
         """Record that the policy on NaN and infinities has skipped this iteration, or this worker's part of
@@ -48,14 +49,14 @@ class Steps:
             left_out = f"worker{'s' * (len(names) > 1)} {' and '.join(names)}"
         self._records.emit(events.Skipped, iteration=self._state.iteration, reason=reason, left_out=left_out)
 
-    def stepped(self, prepared: Prepared) -> None:
-        """Follow an optimizer step. The first model's step ends the iteration."""
-        state, samples = self._state, prepared.own_samples
+    def stepped(self, prepared: Prepared, of: StepSet) -> None:
+        """Follow an optimizer step. A step of the first model's first optimizer ends the iteration."""
+        state, samples = self._state, of.own_samples
         self._backward.settle()  # for the optimizer's computing
-        self._schedules.stepped(prepared)
+        self._schedules.stepped(prepared, of)
         if not self._runtime.strategy.shares_buffers:
             self._look_at_buffers(prepared)
-        if prepared is not state.prepared[0]:
+        if of is not state.prepared[0].sets[0]:
             return
         state.iteration += 1
         if self._member is not None and not self._is_checked:  # workers may come late

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import os
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -115,6 +115,11 @@ class TrainingState:
         """The tiers of the models that have memory budgets."""
         return [prepared.tiers for prepared in self.prepared if prepared.tiers is not None]
 
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The models' optimizers, one model's after another's: their order in a checkpoint."""
+        return [optimizer for prepared in self.prepared for optimizer in prepared.optimizers]
+
     def sync(self, what: str) -> None:
         """Let each worker see the values that all have written into models which they share."""
         for tiers in self.tiers:
@@ -171,7 +176,7 @@ class TrainingState:
             failure = str(error)
         state = {**own, **self._collect(workers, path)}
         if workers.is_first and not failure:
-            trees = {"optimizer": [p.optimizer.state_dict() for p in self.prepared], "state": state}
+            trees = {"optimizer": [each.state_dict() for each in self.optimizers], "state": state}
             if any(held := [prepared.held_by_groups for prepared in self.prepared]):
                 trees["groups"] = held
             try:
@@ -226,21 +231,39 @@ class TrainingState:
         if order == list(range(len(self.prepared))):
             return model, trees
         state = dict(trees["state"])
-        for key in ("models", "optimizers", "schedulers", "reducers", "consumed"):
+        of_optimizers = self._of_optimizers(order)
+        for key, by in (
+            ("models", order),
+            ("optimizers", of_optimizers),
+            ("schedulers", of_optimizers),
+            ("reducers", order),
+            ("consumed", order),
+        ):
             if key in state:
-                state[key] = [state[key][index] for index in order]
+                state[key] = [state[key][index] for index in by]
         places = {index: number for number, index in enumerate(order)}
         schedules = [{**each, "model": places[each["model"]]} for each in _schedules_of_models(state)]
         state["schedules"] = schedules or state.get("schedules", [])
         ordered = {**trees, "state": state}
-        for key in ("optimizer", "groups"):
+        for key, by in (("optimizer", of_optimizers), ("groups", order)):
             if key in trees:
-                ordered[key] = [trees[key][index] for index in order]
+                ordered[key] = [trees[key][index] for index in by]
         return {
             _prefix(number) + name: value
             for number, index in enumerate(order)
             for name, value in _of_model(model, index).items()
         }, ordered
+
+    def _of_optimizers(self, order: Sequence[int]) -> list[int]:
+        """Return, for each of this session's optimizers, its index in a checkpoint whose models are in
+        another order.
+
+        Args:
+            order: for each of this session's models its index in the checkpoint.
+        """
+        counts = {index: len(each.optimizers) for index, each in zip(order, self.prepared, strict=True)}
+        first = {index: sum(counts[before] for before in range(index)) for index in counts}
+        return [first[index] + number for index in order for number in range(counts[index])]
 
     def _positions(self, trees: Mapping[str, Any], where: str) -> list[int]:
         """Return, for each of this session's models, its index in the checkpoint."""
@@ -258,7 +281,8 @@ class TrainingState:
         """True if two of the session's models could load each other's values."""
         one, other = self.prepared[first], self.prepared[second]
         shapes = [{n: tuple(p.shape) for n, p in each.parameters.items()} for each in (one, other)]
-        return shapes[0] == shapes[1] and type(one.optimizer) is type(other.optimizer)
+        kinds = [[type(optimizer) for optimizer in each.optimizers] for each in (one, other)]
+        return shapes[0] == shapes[1] and kinds[0] == kinds[1]
 
     def _of_own_groups(
         self, rank: int, model: dict[str, Any], trees: dict[str, Any], where: str
@@ -289,13 +313,17 @@ class TrainingState:
         with ExitStack() as loads:
             for prepared in self.prepared:  # a registered object may load an optimizer too
                 loads.enter_context(prepared.loading())
+            optimizers, schedulers = iter(trees["optimizer"]), iter(state["schedulers"])
             for index, prepared in enumerate(self.prepared):
                 if prepared.steps_elsewhere and "held" in state:
-                    _load_beside(prepared, _of_model(model, index), trees["optimizer"][index])
+                    _load_beside(prepared, _of_model(model, index))
+                    load: Callable[[torch.optim.Optimizer, Any], None] = _load_settings
                 else:
                     prepared.module.load_state_dict(_of_model(model, index))
-                    prepared.optimizer.load_state_dict(trees["optimizer"][index])
-                put_back_states(prepared.optimizer, state["schedulers"][index])
+                    load = _load_state
+                for optimizer in prepared.optimizers:
+                    load(optimizer, next(optimizers))
+                    put_back_states(optimizer, next(schedulers))
             for name, saved in state["registered"].items():
                 self.registered[name].load_state_dict(saved)
         for prepared in self.prepared:
@@ -317,7 +345,7 @@ class TrainingState:
             for number, schedule in enumerate(self.schedules):
                 schedule.loaded(of_calls[number] if number < len(of_calls) else None)
         for number, prepared in enumerate(self.prepared):
-            own = [each for each in self.schedules if each.optimizer is prepared.optimizer]
+            own = [each for each in self.schedules if _is_of(each, prepared)]
             if saved:
                 theirs = [each for each in saved if each["model"] == number]
                 for schedule, before in itertools.zip_longest(own, theirs[: len(own)]):
@@ -327,11 +355,11 @@ class TrainingState:
             else:
                 prepared.reducer.consumed = max((each.samples_made for each in own), default=0.0)
 
-    def follow_samples(self, prepared: Prepared) -> None:
-        """Make the steps of this model's schedules that are due by the samples consumed."""
+    def follow_samples(self, optimizer: torch.optim.Optimizer, consumed: float) -> None:
+        """Make the steps of this optimizer's schedules that are due by the samples consumed."""
         for schedule in self.schedules:
-            if schedule.optimizer is prepared.optimizer:
-                schedule.follow(prepared.reducer.consumed)
+            if schedule.optimizer is optimizer:
+                schedule.follow(consumed)
 
     def check_givable(self) -> None:
         """Raise CheckpointError, with the name, for a state that no checkpoint can hold and no newcomer can
@@ -339,13 +367,14 @@ class TrainingState:
 
         Tensors are not copied.
         """
-        for prepared in self.prepared:
-            optimizer, name = prepared.optimizer, type(prepared.optimizer).__name__
+        for optimizer in self.optimizers:
+            name = type(optimizer).__name__
             for number, group in enumerate(optimizer.param_groups):
                 plain = {key: value for key, value in group.items() if key != "params"}
                 check_encodable(plain, f"{name}: param_groups[{number}]")
             for kind, state in states_of(optimizer).items():
                 check_encodable(state, f"{kind}: state")
+        for prepared in self.prepared:
             for path, part in prepared.module.named_modules():
                 if type(part).get_extra_state is not nn.Module.get_extra_state:
                     check_encodable(part.get_extra_state(), f"model: {path}.get_extra_state()")
@@ -384,12 +413,14 @@ class TrainingState:
         model: dict[str, Any] = {}
         for index, prepared in enumerate(self.prepared):
             if prepared.steps_elsewhere:
-                held, optimizer = _beside(prepared)
+                held = _beside(prepared)
+                kept: Iterable[Any] = map(_settings_of, prepared.optimizers)
                 state["held"] = "beside"
             else:
-                held, optimizer = prepared.module.state_dict(), prepared.optimizer.state_dict()
+                held = prepared.module.state_dict()
+                kept = (optimizer.state_dict() for optimizer in prepared.optimizers)
             model |= {_prefix(index) + name: value for name, value in held.items()}
-            optimizers.append(optimizer)
+            optimizers += kept
         return pack(model=model, trees={"optimizer": optimizers, "state": state})
 
     def capture_shared(self) -> bytes:
@@ -507,14 +538,14 @@ class TrainingState:
             "iteration": self.iteration,
             "workers": self.world,
             "models": [msgspec.to_builtins(prepared.origin) for prepared in self.prepared],
-            "optimizers": [type(prepared.optimizer).__name__ for prepared in self.prepared],
-            "schedulers": [states_of(prepared.optimizer) for prepared in self.prepared],
+            "optimizers": [type(optimizer).__name__ for optimizer in self.optimizers],
+            "schedulers": [states_of(optimizer) for optimizer in self.optimizers],
             "consumed": [prepared.reducer.consumed for prepared in self.prepared],
             "schedules": [
                 {**schedule.state(), "model": number}
                 for schedule in self.schedules
                 for number, prepared in enumerate(self.prepared)
-                if schedule.optimizer is prepared.optimizer
+                if _is_of(schedule, prepared)
             ],
             "registered": {name: state_of(name, stateful) for name, stateful in self.registered.items()},
         }
@@ -539,17 +570,18 @@ class TrainingState:
             )
         for index, prepared in enumerate(self.prepared):
             beside = prepared.steps_elsewhere and "held" in state
-            present = _beside(prepared)[0] if beside else prepared.module.state_dict()
+            present = _beside(prepared) if beside else prepared.module.state_dict()
             _check_model(present, _of_model(model, index), where)
-            saved_class = state["optimizers"][index]
-            if saved_class != type(prepared.optimizer).__name__:
-                raise CheckpointError(
-                    f"{where}: holds the state of {saved_class}, and the session has prepared "
-                    f"{type(prepared.optimizer).__name__}; make the same optimizer, or load "
-                    "model.safetensors alone"
-                )
-            _check_optimizer(prepared.optimizer, trees["optimizer"][index], where)
-            check_states(prepared.optimizer, state["schedulers"][index], where, call)
+        saved, own = state["optimizers"], [type(optimizer).__name__ for optimizer in self.optimizers]
+        if saved != own:
+            raise CheckpointError(
+                f"{where}: holds the state of {' and '.join(saved)}, and the session has prepared "
+                f"{' and '.join(own)}; make the same optimizers, in the same order, or load "
+                "model.safetensors alone"
+            )
+        for index, optimizer in enumerate(self.optimizers):
+            _check_optimizer(optimizer, trees["optimizer"][index], where)
+            check_states(optimizer, state["schedulers"][index], where, call)
         if len(state["samplers"]) != len(self.samplers):
             raise CheckpointError(
                 f"{where}: holds the state of {len(state['samplers'])} samplers, and the session has made "
@@ -619,12 +651,13 @@ def _lies_elsewhere(module: nn.Module) -> bool:
     return any(hasattr(parameter, "stored_value") for parameter in module.parameters())
 
 
-def _beside(prepared: Prepared) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the part of a model trained elsewhere that stays on this worker, and the optimizer's settings.
+def _is_of(schedule: SampleSchedule, prepared: Prepared) -> bool:
+    return any(schedule.optimizer is optimizer for optimizer in prepared.optimizers)
 
-    The part is the other parameters and the buffers. The settings have the form of the optimizer's
-    state_dict.
-    """
+
+def _beside(prepared: Prepared) -> dict[str, Any]:
+    """Return the part of a model trained elsewhere that stays on this worker: the other parameters and the
+    buffers."""
     held: dict[str, Any] = {
         name: parameter for name, parameter in prepared.parameters.items() if name not in prepared.brought
     }
@@ -632,20 +665,33 @@ def _beside(prepared: Prepared) -> tuple[dict[str, Any], dict[str, Any]]:
         for name, buffer in own_buffers(part).items():
             if buffer is not None and is_persistent(part, name):
                 held[f"{path}.{name}" if path else name] = buffer
-    groups = []
-    for group in prepared.optimizer.param_groups:
-        plain = {key: value for key, value in group.items() if key != "params"}
-        groups.append({**plain, "params": list(range(len(group["params"])))})
-    return held, {"state": {}, "param_groups": groups}
+    return held
 
 
 @torch.no_grad()
-def _load_beside(prepared: Prepared, held: Mapping[str, Any], optimizer: Mapping[str, Any]) -> None:
+def _load_beside(prepared: Prepared, held: Mapping[str, Any]) -> None:
     """Load a state that `_beside` returned."""
-    for name, value in _beside(prepared)[0].items():
+    for name, value in _beside(prepared).items():
         value.copy_(held[name])
-    for group, saved in zip(prepared.optimizer.param_groups, optimizer["param_groups"], strict=True):
+
+
+def _settings_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return an optimizer's settings in the form of its state_dict, without its state."""
+    groups = []
+    for group in optimizer.param_groups:
+        plain = {key: value for key, value in group.items() if key != "params"}
+        groups.append({**plain, "params": list(range(len(group["params"])))})
+    return {"state": {}, "param_groups": groups}
+
+
+def _load_settings(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Load settings that `_settings_of` returned."""
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
+
+
+def _load_state(optimizer: torch.optim.Optimizer, state: Any) -> None:
+    optimizer.load_state_dict(state)
 
 
 def _check_model(current: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> None:

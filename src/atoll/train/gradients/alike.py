@@ -33,18 +33,22 @@ class Treatment(msgspec.Struct, frozen=True, array_like=True):
         clips: (max_norm, norm_type) of each clipping.
         edited: True if the script changed the mean in another way than by clipping.
         settings: the hyperparameters of the step.
+        followed: the number of steps and clippings after it, by the model's other optimizers.
     """
 
     iteration: int
     clips: tuple[tuple[float, float], ...]
     edited: bool
     settings: Settings = []
+    followed: int = 0
 
     def __str__(self) -> str:
         did = ["changed the gradients"] if self.edited else []
         for max_norm, norm_type in self.clips:
             kind = "" if norm_type == 2 else f" (norm_type {norm_type:g})"
             did.append(f"clipped the gradients to {max_norm:g}{kind}")
+        if self.followed:
+            did.append(f"stepped or clipped {self.followed} times after that")
         return " and ".join(did) or "left the gradients as they were"
 
 
@@ -87,6 +91,12 @@ class Treatments:
             now = list(map(_GRADIENT, self._parameters))
             self.edited = not (all(map(is_, now, self._means)) and _versions(now) == self._versions)
 
+    def followed(self) -> None:
+        """Note a step or a clipping of gradients that another of the model's optimizers has stepped
+        already."""
+        if self.latest is not None:
+            self.latest = msgspec.structs.replace(self.latest, followed=self.latest.followed + 1)
+
     def stepped(self, iteration: int) -> None:
         """Make the treatment of `iteration`, which is over, the latest one."""
         self.latest = Treatment(iteration, tuple(self._clips), self.edited, self._settings.settings)
@@ -96,7 +106,7 @@ class Treatments:
     def told(self) -> tuple[object, ...] | None:
         """The content of `said` without the iteration's number; None if no treatment is known."""
         made = self.latest
-        return None if made is None else (made.clips, made.edited, self._settings.code)
+        return None if made is None else (made.clips, made.edited, self._settings.code, made.followed)
 
     def said(self, epoch: Epoch = UNKNOWN, *, iteration: bool = True) -> list[float]:
         """Encode the latest treatment: SAID values of 0 and 1, whose sums are exact in any dtype. All are 0

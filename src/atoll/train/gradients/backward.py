@@ -34,6 +34,10 @@ class BackwardEnd:
         for each in self._reducers:
             each.sends_early = len(self._reducers) == 1
 
+    def remove(self, reducer: Reducer) -> None:
+        """Forget the reducer of a model that is prepared again."""
+        self._reducers.remove(reducer)
+
     def arm(self) -> None:
         """Ask for `_end` to run when the backward that is now running ends."""
         if not self._armed:

@@ -7,7 +7,7 @@ if a second optimizer steps while `p.grad` is not the mean, or while the steps a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from atoll.tensors.torch_compat import is_within_backward
 
 
 class OtherSteps:
-    """The refusal of steps on the named `parameters` by any optimizer except `optimizer`, until `close`.
+    """The refusal of steps on the named `parameters` by any optimizer except `optimizers`, until `close`.
 
     While `shows_mean()` is True, `p.grad` is the mean on every worker, and every worker makes an equal step.
     A step by another optimizer is then refused only inside a backward; otherwise `warn_once(subject, line)`
@@ -29,13 +29,13 @@ class OtherSteps:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Sequence[torch.optim.Optimizer],
         parameters: Mapping[str, nn.Parameter],
         *,
         shows_mean: Callable[[], bool],
         warn_once: Callable[[str, str], None],
     ) -> None:
-        self._optimizer, self._shows_mean, self._warn_once = optimizer, shows_mean, warn_once
+        self._optimizers, self._shows_mean, self._warn_once = optimizers, shows_mean, warn_once
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._handle = register_optimizer_step_pre_hook(self._before_step)
 
@@ -43,7 +43,7 @@ class OtherSteps:
         self._handle.remove()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        if optimizer is self._optimizer:
+        if any(optimizer is each for each in self._optimizers):
             return
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -59,11 +59,12 @@ class OtherSteps:
         if within or not self._shows_mean():
             raise PrepareError(
                 f"{step}: session.prepare was not given this optimizer, so each worker would step by itself "
-                "and the workers' models would part; give session.prepare one optimizer for all parameters "
-                "and call its step() after backward"
+                "and the workers' models would part; give session.prepare all optimizers, "
+                "session.prepare(model, [first, second]), and call their step() after backward"
             )
         self._warn_once(
             f"a step of {name!r} by another optimizer",
             f"{step}: session.prepare was not given this optimizer, so its state is in no checkpoint and the "
-            "workers do not compare it; give session.prepare one optimizer for all parameters",
+            "workers do not compare it; give session.prepare all optimizers: "
+            "session.prepare(model, [first, second])",
         )

@@ -334,9 +334,14 @@ class RingSum(GroupSum):
 
     def stepped(self, step: int) -> None:
         self._treatments.stepped(step)
-        if self._number == 0:
-            self._boundary.reached, self._boundary.awaited = self._boundary.awaited, False
         points.reach("ring.stepped", step)
+
+    def followed(self) -> None:
+        self._treatments.followed()
+
+    def all_stepped(self) -> None:
+        if self._number == 0:  # before, a newcomer would lack gradients that wait for an optimizer
+            self._boundary.reached, self._boundary.awaited = self._boundary.awaited, False
 
     def confirm(self, what: str) -> None:
         ring = self.ring

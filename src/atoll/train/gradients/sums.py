@@ -147,6 +147,13 @@ class GroupSum:
     def stepped(self, step: int) -> None:
         """Note that step number `step` is made."""
 
+    def followed(self) -> None:
+        """Note a step or a clipping of gradients that another of the model's optimizers has stepped
+        already."""
+
+    def all_stepped(self) -> None:
+        """Note that each of the model's optimizers has stepped since the latest reduction."""
+
     def confirm(self, what: str) -> None:
         """Raise UserError if members treated the mean of an iteration differently so far. A collective of the
         group.

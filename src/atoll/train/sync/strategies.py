@@ -27,7 +27,8 @@ from atoll.tensors.binding import BoundChunk, carve
 from atoll.tensors.optimizer import ChunkOptimizer, ParameterOptimizer, RemoteOptimizer, StepHooks
 from atoll.tensors.packing import PACKED, moved, pack, unpack
 from atoll.tensors.payload import tensor_of
-from atoll.tensors.settings import WatchedSettings, settings_of
+from atoll.tensors.settings import settings_of, settings_of_all
+from atoll.tensors.steppers import Steppers
 from atoll.tensors.stepunit import Unit
 from atoll.train.gradients.reducer import Calls, Reducer
 from atoll.train.gradients.ring import Boundary, RingReducer
@@ -52,7 +53,7 @@ from atoll.wire.messages import (
     StateEnd,
 )
 
-Stepper: TypeAlias = ChunkOptimizer | ParameterOptimizer
+Stepper: TypeAlias = ChunkOptimizer | ParameterOptimizer | Steppers
 
 # The states that torch.optim's optimizers keep as zero-dimensional tensors.
 _ZERO_DIMENSIONAL = ("step", "mu_product", "eta", "mu")
@@ -64,29 +65,69 @@ def message_bytes_for(layout: ChunkMap) -> int:
     return min(_MESSAGE_BYTES, layout.chunk_bytes // 4)
 
 
+class OptimizerSteps(Protocol):
+    """One of a model's optimizers (`train/api/stepset.py`: StepSet; see there)."""
+
+    optimizer: torch.optim.Optimizer
+    unit: Unit
+    hooks: StepHooks
+
+
 @dataclass(frozen=True)
 class Training:
-    """One model, its optimizer and its chunks, as a strategy takes them.
+    """One model, its optimizers and its chunks, as a strategy takes them.
 
     Attributes:
-        optimizer: the optimizer.
+        number: the model's number in the session.
+        sets: the optimizers. Strategies that take one only are given one (`axes/needs.py`).
         chunk_map: the layout.
         chunks: the trained chunks.
         frozen: the other chunks.
-        unit: the unit in which the optimizer steps.
         calls: the services that the reducer asks for.
-        hooks: called around each step.
         config: the run's configuration.
     """
 
-    optimizer: torch.optim.Optimizer
+    number: int
+    sets: Sequence[OptimizerSteps]
     chunk_map: ChunkMap
     chunks: list[BoundChunk]
     frozen: list[BoundChunk]
-    unit: Unit
     calls: Calls
-    hooks: StepHooks
     config: Config
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The only optimizer."""
+        return self.sets[0].optimizer
+
+    @property
+    def unit(self) -> Unit:
+        """The unit in which the only optimizer steps."""
+        return self.sets[0].unit
+
+    @property
+    def hooks(self) -> StepHooks:
+        """The functions around each step of the only optimizer."""
+        return self.sets[0].hooks
+
+
+# Returns a chunk's gradients as a flat tensor, and for each slot whether there is one.
+FlatGradients: TypeAlias = Callable[[BoundChunk], tuple[Tensor, tuple[bool, ...]]]
+
+
+def steppers_of(training: Training, gradients: FlatGradients | None) -> Stepper:
+    """Return what steps the model here: each optimizer steps chunks, or parameters if its unit is the tensor.
+
+    Without `gradients`, all step parameters.
+    """
+    steppers: list[ChunkOptimizer | ParameterOptimizer] = []
+    for each in training.sets:
+        if each.unit.by_tensor or gradients is None:
+            steppers.append(ParameterOptimizer(each.optimizer, each.hooks))
+        else:
+            keys, chunks = each.unit.keys, training.chunks
+            steppers.append(ChunkOptimizer(each.optimizer, chunks, keys, each.hooks, gradients))
+    return steppers[0] if len(steppers) == 1 else Steppers(steppers)
 
 
 class Strategy(Protocol):
@@ -125,13 +166,9 @@ class Alone:
     def build(self, training: Training) -> tuple[Reducer, Stepper]:
         chunks = training.chunks
         reducer = SoloReducer(chunks, training.calls)
-        if training.unit.by_tensor or not are_quickly_gathered(chunks):
-            return reducer, ParameterOptimizer(training.optimizer, training.hooks)
-        gathered = GatheredGradients(chunks)
-        stepper = ChunkOptimizer(
-            training.optimizer, chunks, training.unit.keys, training.hooks, gathered.gather
-        )
-        return reducer, stepper
+        if not are_quickly_gathered(chunks):
+            return reducer, steppers_of(training, None)
+        return reducer, steppers_of(training, GatheredGradients(chunks).gather)
 
     def loaded(self) -> None:
         """Do nothing: there is no other worker."""
@@ -148,7 +185,7 @@ class OverRing:
 
     def __init__(self, ring: AnyRing) -> None:
         self._ring = ring
-        self._boundary, self._models = Boundary(), 0
+        self._boundary = Boundary()
 
     def build(self, training: Training) -> tuple[Reducer, Stepper]:
         reducer = RingReducer(
@@ -156,21 +193,11 @@ class OverRing:
             self._ring,
             calls=training.calls,
             message_bytes=message_bytes_for(training.chunk_map),
-            number=self._models,
+            number=training.number,
             boundary=self._boundary,
-            settings=WatchedSettings(training.optimizer),
+            settings=settings_of_all([each.optimizer for each in training.sets]),
         )
-        self._models += 1
-        if training.unit.by_tensor:
-            return reducer, ParameterOptimizer(training.optimizer, training.hooks)
-        stepper = ChunkOptimizer(
-            training.optimizer,
-            training.chunks,
-            training.unit.keys,
-            training.hooks,
-            reducer.flat_gradients,
-        )
-        return reducer, stepper
+        return reducer, steppers_of(training, reducer.flat_gradients)
 
     def loaded(self) -> None:
         """Do nothing: every worker has loaded equal state."""

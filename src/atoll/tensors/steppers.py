@@ -1,0 +1,38 @@
+"""The steppers of a model that several optimizers step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from atoll.tensors.optimizer import ChunkOptimizer, ParameterOptimizer
+
+
+class Steppers:
+    """One stepper for each optimizer, each with parameters of its own."""
+
+    def __init__(self, steppers: Sequence[ChunkOptimizer | ParameterOptimizer]) -> None:
+        self._steppers = steppers
+
+    def close(self) -> None:
+        """Leave the optimizers to the user as plain ones."""
+        for each in self._steppers:
+            each.close()
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Return a context in which the session puts state back."""
+        with ExitStack() as loads:
+            for each in self._steppers:
+                loads.enter_context(each.loading())
+            yield
+
+    def give_back(self, lacks_room: Callable[[int], str] = lambda _nbytes: "") -> None:
+        """Bring the optimizers' state here, as far as it has left."""
+        for each in self._steppers:
+            each.give_back(lacks_room)
+
+    def restore(self) -> None:
+        """Undo what failing steps left behind."""
+        for each in self._steppers:
+            each.restore()

@@ -1,0 +1,99 @@
+"""One optimizer of a prepared model, and its place in an iteration.
+
+A model may have several optimizers. Each steps when the script calls it, with the mean that was reduced last.
+An optimizer that steps more seldom than the others leaves its gradients to the next backward, which adds to
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from atoll.tensors.optimizer import StepHooks
+from atoll.tensors.stepunit import Unit
+from atoll.train.gradients.watch import GradientWatch
+
+
+class SteppedModel(Protocol):
+    """The model that optimizers step (`train/api/prepared.py`: Prepared)."""
+
+    def before_unscaling(self, of: StepSet) -> None:
+        """Act before a GradScaler looks for infinities in this optimizer's gradients."""
+
+    def has_batch_for(self, of: StepSet) -> bool:
+        """False if this optimizer has no gradients of a batch of this worker to step."""
+
+    def before_step(self, of: StepSet) -> None:
+        """Act before this optimizer steps."""
+
+    def accepts(self, of: StepSet, gradients: Sequence[Tensor]) -> bool:
+        """Return True if this optimizer is to step these gradients."""
+
+    def after_step(self, of: StepSet) -> None:
+        """Act after this optimizer has stepped."""
+
+
+class StepSet:
+    """The parameters that one optimizer steps.
+
+    `watch` notices gradients of the optimizer that the script drops; it is None if the model has no other
+    optimizer.
+
+    Attributes:
+        optimizer: the optimizer.
+        unit: the unit in which it steps.
+        hooks: the functions around its steps.
+        own_samples: this worker's samples since its last step.
+        waits: True if gradients were reduced that it has not stepped. Always False if the model has no other
+            optimizer.
+        follows: True in a step of gradients that another optimizer has stepped before.
+    """
+
+    def __init__(
+        self,
+        model: SteppedModel,
+        optimizer: torch.optim.Optimizer,
+        unit: Unit,
+        watch: GradientWatch | None = None,
+    ) -> None:
+        self._model, self.optimizer, self.unit, self._watch = model, optimizer, unit, watch
+        self.hooks = StepHooks(self._before, self._accept, self._after)
+        self.own_samples = 0.0
+        self.waits = self.follows = False
+
+    def before_unscaling(self) -> None:
+        self._model.before_unscaling(self)
+
+    def has_batch(self) -> bool:
+        return self._model.has_batch_for(self)
+
+    def reduced(self) -> None:
+        """Note that new gradients are reduced."""
+        if self._watch is not None:
+            self.waits = True
+            self._watch.reduced()
+
+    def note_zeros(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Note a `zero_grad` of `parameters` by the script."""
+        if self.waits and self._watch is not None:
+            self._watch.note_zeros(parameters)
+
+    @property
+    def has_gradients_left(self) -> bool:
+        """True if gradients were reduced that this optimizer has not stepped and the script has not
+        zeroed."""
+        watch = self._watch
+        return self.waits and watch is not None and watch.has_gradients() and not watch.is_left_out()
+
+    def _before(self) -> None:
+        self._model.before_step(self)
+
+    def _accept(self, gradients: Sequence[Tensor]) -> bool:
+        return self._model.accepts(self, gradients)
+
+    def _after(self) -> None:
+        self._model.after_step(self)
