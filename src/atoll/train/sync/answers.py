@@ -264,6 +264,7 @@ class NewParameters(Answers):
         store: Store,
         *,
         of_group: bool = False,
+        keeps_graphs: bool = False,
         lost: Callable[[int, int, LostBlocks | None], None] = lambda *_: None,
         consumed: Callable[[float], None] = lambda _: None,
     ) -> None:
@@ -274,12 +275,15 @@ class NewParameters(Answers):
             connection: the connection to the shards.
             store: takes the parameters.
             of_group: True if other members take the answers too, in memory of their own.
+            keeps_graphs: True to leave a parameter without a gradient alone in the script's own step, until
+                `show_rest`: a graph may be alive that has saved its value.
             lost: called for each answer with the iteration of the contribution, the chunk, and the lost part
                 of the contribution.
             consumed: called with the number of samples of all workers that an answer has counted.
         """
         super().__init__(chunks, connection, "parameters", self._pull_of, store.window)
         self._store, self._of_group, self._told_lost, self._told_consumed = store, of_group, lost, consumed
+        self._keeps_graphs = keeps_graphs
         self._publishing = False  # True while the script waits for the parameters
         self._begun = False  # True while some values are written, and not all
         self._drops = False  # True while answers equal the present parameters
@@ -379,7 +383,12 @@ class NewParameters(Answers):
             return
         if not self._begun:
             self._begin_values()
-        self._store.write_values(bound, values)
+        present = self._store.present(bound) if self._keeps_graphs and self.steps else None
+        self._store.write_values(bound, values, present)
+
+    def show_rest(self) -> None:
+        """Show the latest values of parameters that had no gradient in the latest step."""
+        self._store.write_rest()
 
     def adopt(self, values: Mapping[int, Tensor]) -> None:
         """Write `values`, 1-D, by chunk, of all chunks that were not written yet, and end the wait for the

@@ -94,6 +94,8 @@ class Parts:
         feedback: keeps the parts of gradients that the link and the codec drop.
         together: what a group's members report to one another; None: this worker is a contributor by itself.
         lazy: True to publish new parameters before the next forward.
+        keeps_graphs: True to leave parameters without a gradient alone until the next forward of the model:
+            other workers may have changed them meanwhile.
     """
 
     chunks: Sequence[BoundChunk]
@@ -105,6 +107,7 @@ class Parts:
     feedback: Feedback
     together: Together | None = None
     lazy: bool = False
+    keeps_graphs: bool = False
 
 
 class Server(Reducer):
@@ -114,7 +117,8 @@ class Server(Reducer):
         chunks, connection, calls = parts.chunks, parts.connection, parts.calls
         super().__init__(chunks, calls, parts.make_sum)
         self.connection, self._lazy = connection, parts.lazy
-        self.acts_before_forward = self.acts_before_state_dict = parts.lazy  # then parameters come late
+        self.acts_before_state_dict = parts.lazy  # then parameters come late
+        self.acts_before_forward = parts.lazy or parts.keeps_graphs
         self.losses = self.feedback = parts.feedback
         self.uplink, self.group = parts.speaker, parts.together
         self._store = parts.make_store(self.sum)
@@ -133,6 +137,7 @@ class Server(Reducer):
             connection,
             self._store,
             of_group=of_group,
+            keeps_graphs=parts.keeps_graphs,
             lost=self._hear_lost,
             consumed=self._hear_consumed_alone,
         )
@@ -157,19 +162,22 @@ class Server(Reducer):
         super().reduce()
 
     def before_use(self, *_: object) -> None:
-        """Publish the parameters that the last step requested, under `sync.lazy`.
+        """Show parameters that come late: those that the last step requested, under `sync.lazy`, and those
+        that had no gradient in that step.
 
         A group's members publish theirs together, in `step`.
         """
         if self.group is None:
             self.parameters.publish()
+        self.parameters.show_rest()
 
     def before_state(self) -> None:
         """Publish parameters before the optimizer's state is asked for, so that it includes the last step."""
         self.before_use()
 
     def before_step(self) -> None:
-        self.before_use()
+        if self.group is None:
+            self.parameters.publish()
         self.parameters.check_unchanged()
         super().before_step()
 
@@ -712,6 +720,7 @@ class GroupValuesExchange(Server):
         put_back()
         if of_group is not None:
             self.after_step()
+            self.all_stepped()
             self.sum.made_apart()
         return of_group is not None
 

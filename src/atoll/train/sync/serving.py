@@ -67,6 +67,7 @@ def serve_alone(
         speaker=Self(),
         feedback=feedback_of(chunks, connection),
         lazy=lazy,
+        keeps_graphs=policy != "bsp" and not lazy and not pipeline,
     )
     return MeanExchange(parts) if policy == "bsp" else ValuesExchange(parts, pipeline)
 
@@ -133,6 +134,7 @@ def serve_group(
         speaker=Uplink(uplink, ring, chunks, feedback),
         feedback=feedback,
         together=together,
+        keeps_graphs=policy != "bsp" and not pipeline,
     )
     if policy == "bsp":
         return MeanExchange(parts)

@@ -105,8 +105,15 @@ class Store(Protocol):
     def begin_values(self) -> None:
         """Prepare for all values to change."""
 
-    def write_values(self, bound: BoundChunk, values: Tensor) -> None:
-        """Give a chunk new values, (extent,)."""
+    def write_values(self, bound: BoundChunk, values: Tensor, present: Sequence[bool] | None = None) -> None:
+        """Give a chunk new values, (extent,).
+
+        Parameters that are not `present`, if that is given, may keep theirs until `write_rest` or the next
+        new values.
+        """
+
+    def write_rest(self) -> None:
+        """Give parameters that have kept former values the latest ones."""
 
     def end_values(self, *, stepped: bool) -> None:
         """Note that all values have come. `stepped`: they follow from a step of the script's."""
@@ -140,6 +147,8 @@ class Resident:
         self._shown: list[tuple[Tensor | None, int]] = []
         self._outgoing: dict[tuple[int, int], Buffer] = {}  # by chunk and turn: copies on their way
         self._written: dict[int, Tensor] = {}  # by chunk: the values that were written into the parameters
+        # By chunk: the latest values, and for each slot whether its parameter has them:
+        self._rest: dict[int, tuple[Tensor, Sequence[bool]]] = {}
         self._comparing = {bound.chunk.id: ChangedParameters(bound) for bound in chunks}
         self._versions = self._seen()
 
@@ -248,12 +257,33 @@ class Resident:
     def begin_values(self) -> None:
         """Do nothing: values are written one chunk after the other."""
 
-    def write_values(self, bound: BoundChunk, values: Tensor) -> None:
-        changed = self._comparing[bound.chunk.id].between(self._written.get(bound.chunk.id), values)
+    def write_values(self, bound: BoundChunk, values: Tensor, present: Sequence[bool] | None = None) -> None:
+        former = self._written.get(bound.chunk.id)
+        self._rest.pop(bound.chunk.id, None)
+        if present is not None and former is not None and not all(present):
+            self._rest[bound.chunk.id] = values, present
+            values = values.clone()
+            for run in _runs_without(present, bound):
+                values[run] = former[run]
+        changed = self._comparing[bound.chunk.id].between(former, values)
         self._written[bound.chunk.id] = values
         bound.flat[: values.numel()].copy_(values)
         if changed:
             torch.autograd.graph.increment_version(changed)
+
+    @torch.no_grad()
+    def write_rest(self) -> None:
+        rest, self._rest = self._rest, {}
+        for bound in self._bounds if rest else ():
+            if bound.chunk.id not in rest:
+                continue
+            values, present = rest[bound.chunk.id]
+            changed = self._comparing[bound.chunk.id].between(self._written[bound.chunk.id], values)
+            self._written[bound.chunk.id] = values
+            for run in _runs_without(present, bound):  # the script may have changed the others for a while
+                bound.flat[run] = values[run].to(bound.flat.device)
+            if changed:
+                torch.autograd.graph.increment_version(changed)
 
     def end_values(self, *, stepped: bool) -> None:
         del stepped
@@ -396,12 +426,22 @@ class InTiers:
     def begin_values(self) -> None:
         self._held().begin_values()
 
-    def write_values(self, bound: BoundChunk, values: Tensor) -> None:
+    def write_values(self, bound: BoundChunk, values: Tensor, present: Sequence[bool] | None = None) -> None:
+        del present  # tensors that autograd saved are read from their tier again
         self._held().write_values(bound.chunk, bound.parameters, values)
         self._checksums[bound.chunk.id] = _checksums(bound, values)
 
+    def write_rest(self) -> None:
+        """Do nothing: all values are written at once."""
+
     def end_values(self, *, stepped: bool) -> None:
         self._held().end_values(stepped=stepped)
+
+
+def _runs_without(present: Sequence[bool], bound: BoundChunk) -> list[slice]:
+    """Return the runs of a chunk's parameters that are not `present`."""
+    slots = zip(bound.chunk.slots, present, strict=True)
+    return [slice(slot.offset, slot.offset + slot.numel) for slot, here in slots if not here]
 
 
 def gradient_as_it_lies(bound: BoundChunk, present: Sequence[bool]) -> Tensor | None:
