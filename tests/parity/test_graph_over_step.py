@@ -184,7 +184,10 @@ class Branches(nn.Module):
 
 
 def branches(session: atoll.Session) -> list[Tensor]:
-    """Each worker trains a layer of its own; returns the layers in the next forward of the model."""
+    """Each worker trains a layer of its own.
+
+    Returns the layers after its step, in the next forward of the model, and as the shards have them.
+    """
     model = Branches()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     session.prepare(model, optimizer)
@@ -195,12 +198,14 @@ def branches(session: atoll.Session) -> list[Tensor]:
         meet(session)
     before = [layer.weight.detach().clone() for layer in model.layers]
     model(noise(session.rank, 1), session.rank)
-    return [*before, *(layer.weight.detach().clone() for layer in model.layers)]
+    then = [layer.weight.detach().clone() for layer in model.layers]
+    session.barrier()
+    return [*before, *then, *(layer.weight.detach().clone() for layer in model.layers)]
 
 
 def test_the_next_forward_of_the_model_shows_what_others_trained(pool: WorkerPool) -> None:
-    first, second = run_at(pool, "asp", branches, world=WORLD)
+    first, _ = run_at(pool, "asp", branches, world=WORLD)
     start = Branches().layers[1].weight
     assert torch.equal(first[1], start)  # after worker 0's step, before its next forward
-    assert torch.equal(first[3], second[3])
+    assert torch.equal(first[3], first[5])
     assert not torch.equal(first[3], start)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from kinds import check_equal
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
 import atoll
@@ -112,6 +112,37 @@ def test_each_step_equals_plain_torch(pool: WorkerPool, kind: str, order: str) -
 @pytest.mark.parametrize("order", ORDERS)
 def test_alone_too(order: str) -> None:
     check(alone(train, order), plain(1, order))
+
+
+def muon_and_adamw(session: atoll.Session) -> list[Tensor]:
+    net = model()
+    optimizers = by_tensor_and_by_element(net)
+    session.prepare(net, optimizers)
+    for step in range(3):
+        net(batch(session.rank, step)).square().mean().backward()
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+    return values(net)
+
+
+def by_tensor_and_by_element(net: nn.Module) -> list[Optimizer]:
+    matrices = [p for p in net.parameters() if p.dim() == 2]
+    return [Muon(matrices, lr=0.02), AdamW([p for p in net.parameters() if p.dim() != 2], lr=0.01)]
+
+
+@pytest.mark.parametrize("kind", HERE)
+def test_one_steps_whole_tensors_and_one_flat_runs(pool: WorkerPool, kind: str) -> None:
+    net = model()
+    optimizers = by_tensor_and_by_element(net)
+    for step in range(3):
+        for rank in range(WORLD):
+            (net(batch(rank, step)).square().mean() / WORLD).backward()
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+    for found in run_at(pool, kind, muon_and_adamw, world=WORLD):
+        check_equal(found, values(net))
 
 
 # -- what the session does beside steps ----------------------------------------------------------------------

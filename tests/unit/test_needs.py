@@ -322,12 +322,12 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
     "several-optimizers": (
         Choices({"sync": "peers", "several optimizers": True, "run.strategy": "peers"}),
         "strategy 'peers' steps a model by one optimizer",
-        "give session.prepare one optimizer with a param group for each, or set run.strategy to ring",
+        "one optimizer with a param group for each, or set run.strategy to ring or hierarchical",
     ),
     "prepared-again": (
         Choices({"sync": "asp", "again": True, "run.strategy": "server"}),
         "strategy 'server' takes a model as it is when session.prepare first sees it, and not once more",
-        "make the change before session.prepare, or prepare the changed model in another session",
+        "prepare the changed model in another session, or set run.strategy to ring or hierarchical",
     ),
     "prepared-again-in-tiers": (
         Choices({"store": "tiered", "again": True}),

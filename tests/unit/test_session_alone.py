@@ -154,9 +154,9 @@ def test_what_is_no_model_or_no_optimizer_is_named() -> None:
     session, layer = Session(Config(), Place()), nn.Linear(1, 1)
     sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
     with pytest.raises(
-        PrepareError, match=r"one torch\.optim\.Optimizer, and was given a list; several become"
+        PrepareError, match=r"a torch\.optim\.Optimizer, or a list of several, and was given a Linear"
     ):
-        session.prepare(layer, [sgd])  # type: ignore[arg-type]
+        session.prepare(layer, layer)  # type: ignore[type-var]
     with pytest.raises(
         PrepareError, match=r"one nn\.Module as its model, and was given a tuple; put several"
     ):

@@ -59,12 +59,11 @@ class OtherSteps:
         if within or not self._shows_mean():
             raise PrepareError(
                 f"{step}: session.prepare was not given this optimizer, so each worker would step by itself "
-                "and the workers' models would part; give session.prepare all optimizers, "
-                "session.prepare(model, [first, second]), and call their step() after backward"
+                "and the workers' models would part; give session.prepare one optimizer for all parameters "
+                "and call its step() after backward"
             )
         self._warn_once(
             f"a step of {name!r} by another optimizer",
             f"{step}: session.prepare was not given this optimizer, so its state is in no checkpoint and the "
-            "workers do not compare it; give session.prepare all optimizers: "
-            "session.prepare(model, [first, second])",
+            "workers do not compare it; give session.prepare a list with both optimizers",
         )
