@@ -37,7 +37,13 @@ This page is generated from the structs of `src/atoll/core/config.py` and `src/a
 change of a key run `python docs/generate.py`.
 [configuration.md](../configuration.md) says where values come from.
 """
-_KINDS = {str: "text", int: "whole number", float: "number", bool: "`true` or `false`"}
+_KINDS = {
+    str: "text",
+    int: "whole number",
+    float: "number",
+    bool: "`true` or `false`",
+    str | dict[str, float]: "text, or a number for each worker",
+}
 
 
 def _key_lines() -> Iterator[str]:

@@ -290,12 +290,13 @@ def test_bsp_a_worker_is_killed_and_started_again(begin: Callable[..., Workers])
     assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
 
 
-@pytest.mark.parametrize("strategy", ["server", "ring"])
+@pytest.mark.parametrize(("strategy", "shares"), [("server", "even"), ("ring", "even"), ("ring", "auto")])
 def test_a_run_grows_from_two_to_four_and_shrinks_to_one(
-    begin: Callable[..., Workers], strategy: str
+    begin: Callable[..., Workers], strategy: str, shares: str
 ) -> None:
-    """With a constant global batch: as one process trains, whoever is there."""
-    workers = begin(2, f"global_batch = {BATCH}", strategy, pace={"0": 4}, ready=["2", "3"])
+    """With a constant global batch: as one process trains, whoever is there and takes which part."""
+    sync = f"global_batch = {BATCH}\nshares = '{shares}'\nleast = 1"
+    workers = begin(2, sync, strategy, pace={"0": 4}, ready=["2", "3"])
     for rank in range(2):
         workers.start(str(rank), rank, hang={"1": 40})
     workers.wait(lambda: bool(workers.notes("0")), "the run's first iteration")

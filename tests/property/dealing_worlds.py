@@ -15,13 +15,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
+
+from atoll.groups.shares import even
 from atoll.store.leases import Leases
 from atoll.train.data.leased_sampler import LeasedSampler
 from atoll.train.data.order import SampleOrder
 from atoll.train.data.peersdealing import AHEAD, PeerDeal
 from atoll.train.data.runs import Item
 from atoll.train.data.sampler import BatchesSampler, DealtSampler, ShardedSampler
-from atoll.train.data.shares import Shares, split
+from atoll.train.data.shares import Shares, ShareSchedule, split
 from atoll.wire.messages import Lease, Leased, Used
 
 
@@ -75,7 +78,10 @@ class Team:
         seed: int,
         shares: Shares | None = None,
         drop_last: bool = False,
+        agreed: bool = False,
     ) -> None:
+        """`agreed`: shares are those on which members agree at the end of each iteration, by `shares`."""
+        self.agreed, self.schedules = agreed, dict[int, ShareSchedule]()
         self.length, self.size, self.batch, self.ahead, self.seed = length, size, batch, ahead, seed
         self.shares, self.drop_last = shares, drop_last
         self.members = [self.member(rank, world) for rank in range(world)]
@@ -88,9 +94,24 @@ class Team:
         options: dict[str, Any] = {"rank": rank, "world": world, "seed": self.seed}
         options["drop_last"] = self.drop_last
         if self.batch:
-            batches = BatchesSampler(self.length, batch=self.batch, shares=self.shares, **options)
+            if self.agreed:
+                schedule = ShareSchedule(partial(even, self.batch), world, 1)
+                batches = BatchesSampler(self.length, batch=self.batch, schedule=schedule, **options)
+                self.schedules[id(batches)] = schedule
+            else:
+                batches = BatchesSampler(self.length, batch=self.batch, shares=self.shares, **options)
             return Member(batches, 0, self.ahead)
         return Member(ShardedSampler(self.length, **options), self.size, self.ahead)
+
+    def _agree(self) -> None:
+        """Let other parts hold from the first tick that no loader was given."""
+        samplers = [member.sampler for member in self.members]
+        if self.shares is None or len({sampler.epoch for sampler in samplers}) > 1:
+            return
+        tick = max(sampler.given for sampler in samplers)
+        parts = np.array(self.shares(len(self.totals), self.batch, range(len(samplers))))
+        for sampler in samplers:
+            self.schedules[id(sampler)].change(tick, parts)
 
     def iterate(self, change: Change | None) -> bool:
         """One iteration, in which the change comes; False where the epoch is over, for all alike."""
@@ -109,6 +130,8 @@ class Team:
         kept = [index for index in range(len(self.members)) if index not in lost]
         if change and change.redone:
             self._change(kept, change.new, set())
+        if self.agreed:
+            self._agree()
         for index in kept:
             self.counts.update(counted[index] or [])
         self.batches.append(sorted(each for index in kept for each in counted[index] or []))

@@ -39,6 +39,19 @@ def test_each_sample_counts_once_while_shares_change_in_every_tick(
     assert team.counts == Counter(dict.fromkeys(range(length), 3))
 
 
+@pytest.mark.check
+@settings(max_examples=200)
+@given(LENGTHS, WORLDS, BATCHES, AHEAD, CHANGES, SEEDS)
+def test_each_sample_counts_once_while_members_agree_on_other_shares_in_every_iteration(
+    length: int, world: int, batch: int, ahead: int, changes: list[Change], seed: int
+) -> None:
+    """Who comes new takes over what was agreed; who stays forgets it as members change."""
+    team = Team(length, world, 0, batch, ahead, seed=3, shares=drawn_shares(seed), agreed=True)
+    run(team, changes, 2)
+    run(team, [], 1)
+    assert team.counts == Counter(dict.fromkeys(range(length), 3))
+
+
 @settings(max_examples=100)
 @given(LENGTHS, WORLDS, BATCHES, SEEDS)
 def test_a_global_batch_is_the_same_whatever_the_shares(

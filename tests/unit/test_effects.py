@@ -23,6 +23,7 @@ OTHER = {
     "run.elastic": "true", "run.directory": "records", "run.readable": "all", "run.ring_order": "natural",
     "chunks.size": "1MiB", "sync.timeout": "1min",
     "sync.nonfinite": "skip", "sync.consistency": "ssp", "sync.slack": "2", "sync.global_batch": "32",
+    "sync.shares": "auto", "sync.least": "1", "sync.memory_cap": "64",
     "sync.lazy": "true", "sync.uplink": "leader", "sync.staleness": "rate", "sync.compensation": "0.1",
     "sync.pipeline": "1", "sync.codec": "bfloat16", "sync.stale_max": "2", "sync.overlay": "own",
     "sync.round_timeout": "1s", "sync.backoff": "1s", "server.optimizer": "my.optim:Lion",
@@ -59,8 +60,8 @@ def test_a_key_is_named_where_nothing_uses_it_and_refused_or_taken_where_somethi
     section = key.partition(".")[0]
     settings = [f"run.strategy={strategy}", "run.workers=4", *BESIDE.get(section, []), f"{key}={OTHER[key]}"]
     is_used = strategy in EFFECTS[key].strategies
-    if is_used and EFFECTS[key].when == "sync.consistency":
-        settings.insert(0, "sync.consistency=ssp")
+    if is_used and EFFECTS[key].when:
+        settings.insert(0, f"{EFFECTS[key].when}={EFFECTS[key].values[0]}")
     try:
         config, places = load_given(settings=settings, environment={})
         check_configuration(config)

@@ -314,6 +314,11 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         "memory.step: with atoll.memory.over chunks are stepped in host memory",
         "leave it at auto, or write host",
     ),
+    "shares-budgets": (
+        under_budgets("ring", ["sync.shares=auto"]),
+        "sync.shares auto needs each worker's speed, which a model in budgets of memory does not report",
+        "or leave [memory] out",
+    ),
     "second-model": (
         Choices({"sync": "peers", "models": 1, "run.strategy": "peers"}),
         "strategy 'peers' trains one model in a session",

@@ -464,6 +464,13 @@ def _of_models() -> Iterator[Need]:
         PrepareError,
     )
     yield Need(
+        "shares-budgets",
+        prepare,
+        {"sync.shares": Is("auto"), "run.strategy": Is("ring", "hierarchical"), "memory.device": Given()},
+        "sync.shares auto needs each worker's speed, which a model in budgets of memory does not report: "
+        "give each worker's part in its place, or leave [memory] out",
+    )
+    yield Need(
         "second-model",
         prepare,
         {"sync": Is("bsp", "ssp", "asp", "peers", "replicas"), "models": Given()},

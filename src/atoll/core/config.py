@@ -66,6 +66,7 @@ Transport = Literal["tcp", "ltp"]
 Fill = Literal["zero", "last", "rescale"]
 Overlay = Literal["all", "own", "none"]
 PLAIN_CODEC = "float32"  # writes each dtype as it is
+SHARES = ("even", "auto")
 CODECS: tuple[str, ...] = (PLAIN_CODEC, "bfloat16")
 # Codecs of other packages have entry points in this group (docs/own-codec.md).
 CODEC_GROUP = "atoll.codecs"
@@ -149,6 +150,12 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         global_batch: Samples of all workers in a step, for `session.batches`, which gives each worker its
             share, however many workers there are. Strategy `peers`: in proportion to the nodes' speeds. 0:
             none.
+        shares: Strategies `ring` and `hierarchical`: the parts of a batch of `session.batches`. `even`: all
+            workers' alike. `auto`: by the workers' speeds, as measured, so that all finish at the same time
+            ([shares.md](shares.md)). Or each worker's part, which sum to 1: `{ 0 = 0.6, 1 = 0.4 }`.
+        least: With `sync.shares` other than `even`: the least samples of a worker that gets any. BatchNorm
+            needs 2.
+        memory_cap: With `sync.shares` `auto`: the most samples of a worker. 0: no limit.
         lazy: Strategy `server`: `step()` returns at once, and the next forward waits for the new parameters.
         uplink: Strategy `ps-hra`: the workers of a group that talk to the shards: the `leader`, drawn anew
             for each exchange, or all `members`, each for its own share.
@@ -179,6 +186,9 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     consistency: Consistency = "bsp"
     slack: Annotated[int, msgspec.Meta(ge=0)] = 4
     global_batch: Annotated[int, msgspec.Meta(ge=0, lt=2**53)] = 0
+    shares: str | dict[str, float] = "even"
+    least: Annotated[int, msgspec.Meta(ge=1)] = 2
+    memory_cap: Annotated[int, msgspec.Meta(ge=0)] = 0
     lazy: bool = False
     uplink: Uplink = "auto"
     staleness: Scaled = "weight"
@@ -443,10 +453,15 @@ def to_toml(config: Config) -> str:
     for section, values in msgspec.to_builtins(config).items():
         lines.append(f"[{section}]")
         for key, value in values.items():
-            text = encoded(value).decode() if isinstance(value, str) else value
-            lines.append(f"{key} = {msgspec.json.encode(text).decode()}")
+            lines.append(f"{key} = {_as_toml(value)}")
         lines.append("")
     return "\n".join(lines)
+
+
+def _as_toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{_as_toml(key)} = {_as_toml(each)}" for key, each in value.items()) + " }"
+    return msgspec.json.encode(encoded(value).decode() if isinstance(value, str) else value).decode()
 
 
 @functools.cache
@@ -517,6 +532,10 @@ def _convert(table: dict[str, Any], where: str) -> Config:
             except ConfigError as error:
                 raise ConfigError(f"{where}: {section}.{key}: {error}") from None
     try:
+        _check_shares(config.sync.shares)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: sync.shares: {error}") from None
+    try:
         _ = config.link.high_share
     except ConfigError as error:
         raise ConfigError(f"{where}: link.high: {error}") from None
@@ -534,6 +553,23 @@ def _check_installed(key: str, name: str, own: Sequence[str], group: str, where:
         known = (*own, *sorted({each.name for each in entry_points(group=group)}))
         if name not in known:
             raise ConfigError(f"{where}: {key}: {no_such_choice(name, known)}")
+
+
+def _check_shares(shares: str | dict[str, float]) -> None:
+    """Raise ConfigError, without the key's name, for shares that are none."""
+    if isinstance(shares, str):
+        if shares not in SHARES:
+            raise ConfigError(
+                f"{no_such_choice(shares, SHARES)}; or each worker's part, {{ 0 = 0.6, 1 = 0.4 }}"
+            )
+        return
+    for worker, part in shares.items():
+        if not worker.isdecimal():
+            raise ConfigError(f"{worker!r} is no worker; workers are numbers from 0")
+        if not 0 <= part <= 1:
+            raise ConfigError(f"the part of worker {worker} is {part:g}; parts are from 0 to 1")
+    if abs(sum(shares.values()) - 1) > 1e-6:
+        raise ConfigError(f"the workers' parts sum to {sum(shares.values()):g}; they must sum to 1")
 
 
 def _numbers_as_text(table: dict[str, Any]) -> dict[str, Any]:

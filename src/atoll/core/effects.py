@@ -38,6 +38,9 @@ _OF_PEERS = Effect(("peers",))
 _OF_RINGS = Effect(_RINGS)
 _LOSSY = Effect(SERVED, when="link.transport", values=("ltp",))
 
+# Under a strategy of another package these keys act as under `server`, all others as under `hierarchical`.
+_NOT_FROM_OUTSIDE = ("sync.codec", "sync.shares", "sync.least", "sync.memory_cap")
+
 EFFECTS: Mapping[str, Effect] = {
     "run.workers": _EVERYWHERE,
     "run.strategy": _EVERYWHERE,
@@ -55,6 +58,9 @@ EFFECTS: Mapping[str, Effect] = {
     "sync.consistency": _AT_SHARDS,
     "sync.slack": Effect(SERVED, when="sync.consistency", values=("ssp",)),
     "sync.global_batch": _EVERYWHERE,
+    "sync.shares": _OF_RINGS,
+    "sync.least": _OF_RINGS,
+    "sync.memory_cap": Effect(_RINGS, when="sync.shares", values=("auto",)),
     "sync.lazy": Effect(("server",)),
     "sync.uplink": _OF_GROUPS,
     "sync.staleness": _LATE_AT_SHARDS,
@@ -108,7 +114,7 @@ def without_effect(config: Config, given: Mapping[str, str]) -> list[str]:
     for key, where in given.items():
         effect, strategy = EFFECTS[key], config.run.strategy
         if strategy not in STRATEGIES:  # another package's: over a ring, with groups, and values are coded
-            strategy = "server" if key == "sync.codec" else "hierarchical"
+            strategy = "server" if key in _NOT_FROM_OUTSIDE else "hierarchical"
         named = f"{key} (given by {where}) has no effect"
         if strategy in effect.strategies or (config.run.elastic and strategy in effect.elastic):
             value = _value_of(config, effect.when) if effect.when else None

@@ -30,7 +30,16 @@ from atoll.train.api.pace import Pace
 from atoll.train.api.place import Group, Place, Seat, is_first
 from atoll.train.api.records import Records
 from atoll.train.checkpoint.resume import TrainingState
-from atoll.train.data.sources import DealtData, LeasedData, NodesData, SamplerSource
+from atoll.train.data.sharereports import ShareReports
+from atoll.train.data.sources import (
+    DealtData,
+    GivenShares,
+    LeasedData,
+    MakesSchedules,
+    MeasuredShares,
+    NodesData,
+    SamplerSource,
+)
 from atoll.train.gradients.memory import Around, ServedTiers, Tiers, by_itself
 from atoll.train.group.hierarchy import Hierarchy
 from atoll.train.group.inner import AnyRing, InnerRing, Replicas
@@ -97,6 +106,7 @@ class Runtime:
         staleness: returns the staleness of the latest step, in steps; None if it is not measured.
         drain: waits, as the session ends, until all contributions are applied; its argument names the moment.
         site: the name of this worker's site, if sites have shards of their own; else empty.
+        shares: this worker's reports on its speed, by which batches are dealt; None without them.
     """
 
     others: Others
@@ -127,6 +137,7 @@ class Runtime:
     staleness: Callable[[], float | None] = lambda: None
     drain: Callable[[str], None] = lambda _where: None
     site: str = ""
+    shares: ShareReports | None = None
 
     @property
     def late(self) -> bool:
@@ -232,6 +243,12 @@ def _with_ring(config: Config, place: Place, device: torch.device, member: HubRi
         strategy = replicated = Replicated(strategy, make, ring, replicas, workers, coder)
         own_group, around = partial(of_replica, replicas), replicated.around
 
+    meter = Meter(device, workers, state)
+    dealing: MakesSchedules | None = None
+    reports: ShareReports | None = None
+    if ring is not None and replicas is None and config.sync.shares != "even":
+        dealing, reports = _shares(config, ring, device, meter, records, fixed=member is None)
+
     def tell_of_start() -> None:
         if member is not None:
             records.decided("place", f"of {place.world}, by the hub", member.describe())
@@ -269,9 +286,9 @@ def _with_ring(config: Config, place: Place, device: torch.device, member: HubRi
         workers=workers,
         state=state,
         records=records,
-        meter=Meter(device, workers, state),
+        meter=meter,
         strategy=strategy,
-        source=DealtData(state),
+        source=DealtData(state, dealing),
         make_tiers=make_tiers,
         tell_of_start=tell_of_start,
         own_group=own_group,
@@ -284,7 +301,30 @@ def _with_ring(config: Config, place: Place, device: torch.device, member: HubRi
         ring=ring,
         member=member,
         hub=None if member is None else member.hub,
+        shares=reports,
     )
+
+
+def _shares(
+    config: Config, ring: Ring, device: torch.device, meter: Meter, records: Records, *, fixed: bool
+) -> tuple[MakesSchedules, ShareReports | None]:
+    """Return the maker of uneven shares, and the reports that it needs. `fixed`: no member comes or goes."""
+
+    def names(world: int) -> list[int]:
+        return [ring.place.name_of(rank) for rank in range(world)]
+
+    if isinstance(config.sync.shares, dict):
+        return GivenShares(config.sync, names, fixed=fixed), None
+    settle = None if device.type == "cpu" else lambda: torch.accelerator.current_stream(device).synchronize()
+    reports = ShareReports(
+        least=config.sync.least,
+        most=config.sync.memory_cap,
+        waited=lambda: meter.seconds_waited,
+        decided=records.decided,
+        name_of=lambda rank: ring.place.name_of(rank),
+        settle=settle,
+    )
+    return MeasuredShares(config.sync, reports), reports
 
 
 def _with_peers(config: Config, device: torch.device, node: NodeWorker) -> Runtime:

@@ -48,7 +48,7 @@ from atoll.train.gradients.clipping import GradientNorm
 from atoll.train.gradients.forwards import BesideCompiled, ForwardHooks
 from atoll.train.gradients.memory import Tiers
 from atoll.train.gradients.othersteps import OtherSteps
-from atoll.train.gradients.reducer import Calls, Clipping
+from atoll.train.gradients.reducer import Calls, Clipping, Shares
 from atoll.train.gradients.samples import ContributionWeight, SampleCount, SeenSamples
 from atoll.train.gradients.syncnorm import check_sync_batch_norm
 from atoll.train.gradients.watch import GradientWatch
@@ -71,7 +71,14 @@ _EDITED = (
 
 
 class Batches(Protocol):
-    """The batches on which one model trains (`train/data/batches.py`)."""
+    """The batches on which one model trains (`train/data/batches.py`).
+
+    Attributes:
+        shares: this worker's reports on its share of a batch; None: none.
+    """
+
+    @property
+    def shares(self) -> Shares | None: ...
 
     def forward(self) -> None:
         """Note that the model is given a batch."""
@@ -221,6 +228,7 @@ class Prepared:
                     epochs_mixed=epochs_mixed,
                     unscaled=lambda: scale_of(optimizers[0]),
                     buffers=self.buffers if len(self.buffers) else None,
+                    shares=batches.shares,
                 ),
                 config=config,
             )

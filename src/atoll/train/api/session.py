@@ -97,7 +97,7 @@ class Session:
         aside = nullcontext if stretch is None else stretch.paused
         self._checkpoints = Checkpoints(runtime, self._collectives, masks, aside)
         self._passes = Passes()
-        self._batches = SampledBatches(runtime.state, self._passes)
+        self._batches = SampledBatches(runtime.state, self._passes, runtime.shares)
         self._leaving = Leaving(runtime, self._collectives, masks, self._passes.close)
         self._begin(place.world, speed, given or {})
 
@@ -304,10 +304,11 @@ class Session:
         there are.
 
         Use it as `DataLoader(dataset, batch_sampler=...)`. A worker's own batches have that size divided by
-        the number of workers; the first workers take the remainder. The size follows when workers are lost or
-        enter. Under strategy `peers` sizes are in proportion to the nodes' speeds, and a node's devices take
-        even parts. They follow the sooner, the fewer batches are fetched `ahead` of their use. Give 0 if a
-        DataLoader has no workers, and the same number on every worker (None: up to 31).
+        the number of workers; the first workers take the remainder. Or `sync.shares` deals by the workers'
+        speeds, or in the parts that it gives (strategies `ring` and `hierarchical`). The size follows when
+        workers are lost or enter. Under strategy `peers` sizes are in proportion to the nodes' speeds, and a
+        node's devices take even parts. They follow the sooner, the fewer batches are fetched `ahead` of their
+        use. Give 0 if a DataLoader has no workers, and the same number on every worker (None: up to 31).
 
         With the mean weighted by samples, any number of workers trains as one does. Order, place and callers
         are as with `sampler`. Raises UserError if `sync.global_batch` is not set.

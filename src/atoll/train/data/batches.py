@@ -7,6 +7,7 @@ from atoll.core.weighing import GUESSED, KNOWN, NONE
 from atoll.train.checkpoint.resume import AnySampler, TrainingState
 from atoll.train.data.leased_sampler import LeasedSampler
 from atoll.train.data.passes import Passes
+from atoll.train.data.sharereports import ShareReports
 from atoll.train.gradients.samples import SeenSamples
 
 
@@ -17,7 +18,8 @@ class SampledBatches:
     (`train/data/passes.py`). If each worker leases its own data the epoch is unknown.
     """
 
-    def __init__(self, state: TrainingState, passes: Passes) -> None:
+    def __init__(self, state: TrainingState, passes: Passes, shares: ShareReports | None) -> None:
+        self.shares = shares
         self._state, self._passes = state, passes
         self._sampling: AnySampler | None = None  # the sampler that gave the latest index
         self._trains_on: AnySampler | None = None  # the first sampler on whose batches the model trained
@@ -59,6 +61,8 @@ class SampledBatches:
 
 class OtherBatches:
     """The batches of a session's further models, which no sampler of the session counts."""
+
+    shares = None
 
     def __init__(self, passes: Passes) -> None:
         self._passes = passes

@@ -15,7 +15,7 @@ from atoll.train.data.dealing import Deal, DealPosition, Tick
 from atoll.train.data.given import Given, GivenBatches, GivenIndices
 from atoll.train.data.order import SampleOrder, left_in
 from atoll.train.data.runs import SampleRange, cut, merged
-from atoll.train.data.shares import Shares
+from atoll.train.data.shares import Shares, ShareSchedule
 
 _AT_ONCE = 4096  # ticks that are looked up together
 Thing = TypeVar("Thing", int, list[int])
@@ -60,6 +60,7 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
 
     _batch = 0  # samples in a tick of all workers; 0: one for each
     _shares: Shares | None = None
+    _schedule: ShareSchedule | None = None  # `_shares`, if they change by what members agree on
 
     def __init__(
         self,
@@ -207,6 +208,7 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
         self.check_state(state)
         self._epoch = state["epoch"]
         self._order.load(state)
+        self._share_anew(self.world)
         self._set_deal(self._deal_of(left_in(state)))
         if self._order.length and not self._deal.ticks:
             self._begin(self._epoch + 1)
@@ -270,9 +272,11 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
             self._deal.in_hand(known[index]) if index in known else [] for index in range(len(places))
         ]
         own = known.get(rank)
+        left = self._deal.left(list(known.values()), absent=absent)
         ended = any(place.ended for place in known.values())
-        self._deal = self._deal_of(self._deal.left(list(known.values()), absent=absent), held, ended)
+        self._deal = self._deal_of(left, held, ended)
         self.rank, self.world = rank, len(places)
+        self._share_anew(self.world)
         used = 0 if own is None else own.used - own.committed
         self._before += 0 if own is None else own.committed
         self.given, self._committed, self._before_last = len(held[rank]), 0, 0
@@ -289,6 +293,7 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
         With `over`, for a newcomer after the epoch, begin the next one.
         """
         whole, self.rank, self.world = self._whole, rank, world
+        self._share_anew(world)
         self._set_deal(self._deal_of(self._deal.runs))
         self._whole = whole
         if over:
@@ -310,6 +315,7 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
             "held": [[[list(item) for item in tick] for tick in ticks] for ticks in deal.held],
             "ended": deal.ended,
             "over": self._whole and not self.given,
+            "shares": [] if self._schedule is None else self._schedule.state(),
         }
 
     def check_deal_state(self, state: Mapping[str, Any]) -> None:
@@ -324,6 +330,8 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
             right = right and all(map(self._order.has, items))
         if not right or not all(isinstance(state.get(key), bool) for key in ("ended", "over")):
             raise CheckpointError("the sampler's deal names workers or samples that are none")
+        if self._schedule is not None:
+            self._schedule.check(state.get("shares"), len(state["held"]))
 
     def load_deal_state(self, state: Mapping[str, Any], rank: int | None = None) -> None:
         """Take part in another worker's deal as member `rank`, with nothing in hand; None: as no member,
@@ -334,6 +342,8 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
         held = [[[(e, p) for e, p in tick] for tick in ticks] for ticks in state["held"]]
         runs = [(e, start, stop) for e, start, stop in state["runs"]]
         self._set_deal(self._deal_of(runs, held, state["ended"]))
+        if self._schedule is not None:
+            self._schedule.load(state["shares"])
         self.rank, self.world = (0 if rank is None else rank), len(held)
         if rank is not None and (state["over"] or not self._deal.ticks):  # begin with the next epoch
             self._begin(self._epoch + 1)
@@ -348,8 +358,15 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
 
     def _set_deal(self, deal: Deal) -> None:
         self._deal, self._whole, self._comeback.made = deal, False, None
+        if self._schedule is not None:
+            self._schedule.begin()
         self._start()
         self._order.keep()
+
+    def _share_anew(self, world: int) -> None:
+        """Forget what the members have agreed on shares."""
+        if self._schedule is not None:
+            self._schedule.reset(world)
 
     def _start(self) -> None:
         """Give the deal from its beginning."""
@@ -439,7 +456,13 @@ class BatchesSampler(DealtSampler[list[int]]):
     """
 
     def __init__(
-        self, dataset: Sized | int, *, batch: int, shares: Shares | None = None, **options: Any
+        self,
+        dataset: Sized | int,
+        *,
+        batch: int,
+        shares: Shares | None = None,
+        schedule: ShareSchedule | None = None,
+        **options: Any,
     ) -> None:
         """Deal batches. Raises UserError for a `batch` below 1.
 
@@ -447,13 +470,19 @@ class BatchesSampler(DealtSampler[list[int]]):
             dataset: the dataset, or its length.
             batch: the samples in a batch of all workers.
             shares: returns each worker's part; None: even parts.
+            schedule: parts that change by what workers agree on, in place of `shares`.
             options: those of DealtSampler.
         """
         if batch < 1:
             raise UserError(f"a global batch of {batch} samples; it must be 1 or more")
-        self._batch, self._shares = batch, shares
+        self._batch, self._shares, self._schedule = batch, schedule or shares, schedule
         self._batches = GivenBatches()
         super().__init__(dataset, taken=self._batches, **options)
+
+    def under_way(self) -> tuple[int, int]:
+        """Return the ticks of this deal that backwards have used in this iteration, and their samples."""
+        ticks = self._batches.used(self.given) - self._committed
+        return ticks, sum(self._batches.sizes(self._committed)[:ticks])
 
     def _look_up(self, deal: Deal, start: int, stop: int) -> list[list[int]]:
         return [self._batch_of(deal, tick) for tick in range(start, min(stop, start + 1))]

@@ -7,12 +7,19 @@ from collections.abc import Callable, Mapping, Sized
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
+
 from atoll.axes.choices import Choices
 from atoll.axes.needs import check
+from atoll.core.config import Sync
+from atoll.core.errors import UserError
+from atoll.groups.shares import Whole, even, scaled
 from atoll.train.checkpoint.resume import AnySampler, TrainingState
 from atoll.train.data.leased_sampler import LeasedBatches, LeasedSampler
 from atoll.train.data.peerssampler import PeerBatches
 from atoll.train.data.sampler import BatchesSampler, ShardedSampler
+from atoll.train.data.sharereports import ShareReports
+from atoll.train.data.shares import ShareSchedule
 from atoll.train.members.regrouping import Leases
 from atoll.train.sync.peers import Peers
 
@@ -40,11 +47,88 @@ class SamplerSource(Protocol):
         """Bring this worker to the place of the others, between two loops over a loader."""
 
 
-class DealtData:
-    """Samplers over a deal that all workers know; each takes its part by its rank."""
+class MakesSchedules(Protocol):
+    """The maker of the schedules by which batches are dealt in uneven parts."""
 
-    def __init__(self, state: TrainingState) -> None:
-        self._state = state
+    def schedule(self, whole: int, world: int) -> ShareSchedule | None:
+        """Return the schedule of batches of `whole` samples among `world` workers; None: even parts.
+
+        Raises UserError for a batch that cannot be dealt as the configuration says.
+        """
+
+    def follow(self, sampler: BatchesSampler, schedule: ShareSchedule, whole: int) -> None:
+        """Note the sampler that deals by `schedule`."""
+
+
+class GivenShares:
+    """Parts of a batch that the configuration gives each worker.
+
+    `names` returns the members' names, by rank. `fixed`: they are those with which the run began.
+    """
+
+    def __init__(self, sync: Sync, names: Callable[[int], list[int]], *, fixed: bool) -> None:
+        assert isinstance(sync.shares, dict)
+        self._least, self._names, self._fixed = sync.least, names, fixed
+        self._parts = {int(name): part for name, part in sync.shares.items()}
+
+    def schedule(self, whole: int, world: int) -> ShareSchedule | None:
+        _check_least(whole, world, self._least)
+        names = self._names(world)
+        if lacking := [name for name in names if name not in self._parts]:
+            raise UserError(
+                f"sync.shares has no part for worker {lacking[0]}; give each worker's, 0 for none"
+            )
+        if self._fixed and (none := sorted(self._parts.keys() - set(names))):
+            raise UserError(f"sync.shares has a part for worker {none[0]}, and the run has {world} workers")
+        return ShareSchedule(partial(self._first, whole), world, self._least)
+
+    def _first(self, whole: int, world: int) -> Whole:
+        weights = np.array([round(2**20 * self._parts.get(name, 0)) for name in self._names(world)])
+        return scaled(weights, whole, self._least) if weights.any() else even(whole, world)
+
+    def follow(self, sampler: BatchesSampler, schedule: ShareSchedule, whole: int) -> None:
+        """Do nothing: parts do not change."""
+
+
+class MeasuredShares:
+    """Parts of a batch by the workers' speeds, as their `reports` show them, for the first batches alone."""
+
+    def __init__(self, sync: Sync, reports: ShareReports) -> None:
+        self._sync, self._reports, self._is_used = sync, reports, False
+
+    def schedule(self, whole: int, world: int) -> ShareSchedule | None:
+        if self._is_used:
+            return None
+        cap = self._sync.memory_cap
+        _check_least(whole, world, self._sync.least)
+        if cap and cap * world < whole:
+            raise UserError(
+                f"sync.memory_cap = {cap} leaves {cap * world} samples to {world} workers, and "
+                f"sync.global_batch is {whole}: raise the one, or lower the other"
+            )
+        return ShareSchedule(partial(even, whole), world, self._sync.least, self._reports.forget)
+
+    def follow(self, sampler: BatchesSampler, schedule: ShareSchedule, whole: int) -> None:
+        self._is_used = True
+        self._reports.follow(sampler, schedule, whole)
+
+
+def _check_least(whole: int, world: int, least: int) -> None:
+    if whole < world * least:
+        raise UserError(
+            f"sync.global_batch = {whole} is too small to give each of {world} workers sync.least = {least} "
+            f"samples: set sync.global_batch to {world * least} or more, or sync.shares to even"
+        )
+
+
+class DealtData:
+    """Samplers over a deal that all workers know; each takes its part by its rank.
+
+    `shares` makes the schedules of uneven batches; None: all are even.
+    """
+
+    def __init__(self, state: TrainingState, shares: MakesSchedules | None = None) -> None:
+        self._state, self._shares = state, shares
 
     def sampler(self, dataset: Sized, order: Arguments, on_index: OnIndex) -> ShardedSampler:
         state = self._state
@@ -55,11 +139,20 @@ class DealtData:
     def batches(
         self, dataset: Sized, whole: int, ahead: int | None, order: Arguments, on_index: OnIndex
     ) -> BatchesSampler:
-        del ahead  # the deal does not depend on batches fetched before their use
-        state = self._state
+        del ahead  # workers report what their loaders have fetched
+        state, shares = self._state, self._shares
+        schedule = None if shares is None else shares.schedule(whole, state.world)
         made = BatchesSampler(
-            dataset, batch=whole, rank=state.rank, world=state.world, on_index=on_index, **order
+            dataset,
+            batch=whole,
+            schedule=schedule,
+            rank=state.rank,
+            world=state.world,
+            on_index=on_index,
+            **order,
         )
+        if shares is not None and schedule is not None:
+            shares.follow(made, schedule, whole)
         state.samplers.append(made)
         return made
 

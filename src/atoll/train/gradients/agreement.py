@@ -41,11 +41,12 @@ class Ballot:
 
     def __init__(self, ring: AnyRing, owner: SummedReducer, calls: Calls, treatments: Treatments) -> None:
         self._ring, self._owner, self._calls = ring, owner, calls
-        self._buffers, self._treatments = calls.buffers, treatments
+        self._buffers, self._treatments, self._shares = calls.buffers, treatments, calls.shares
         self._epochs = ComparedEpochs(calls.epochs_mixed)
         self._counts_told = False  # True once the warning on counts was given; equal on all members
         self._says: tuple[object, ...] = ()  # the values from which `_said` was made
         self._said: list[float] = []
+        self._of_shares = 0  # values of `_said` that are this member's report on its share
         self._heard: tuple[list[float], Agreement] | None = None  # the latest sum, and its Agreement
 
     def said(
@@ -70,13 +71,15 @@ class Ballot:
         here = tuple([p.grad is not None for bound in bounds for p in bound.parameters])
         epoch = self._epochs.compared(self._calls.epoch())
         buffers = () if self._buffers is None else tuple(self._buffers.said())
-        says = (own, here, epoch, self._treatments.told, awaited, *dirty, *buffers)
+        shares = () if self._shares is None else self._shares.said(self._ring.rank, self._ring.world)
+        says = (own, here, epoch, self._treatments.told, awaited, *dirty, *shares, *buffers)
         if says != self._says:
             head = [0.0, own.weight, own.samples, float(any(here)), float(awaited)]
             present = map(float, here) if own.weight > 0 else [0.0] * len(here)
             treated = self._treatments.said(epoch, iteration=False)  # the number of steps is compared too
             self._says = says
-            self._said = [*head, *own.said(), *treated, *dirty, *present, *buffers]
+            self._said = [*head, *own.said(), *treated, *dirty, *present, *shares, *buffers]
+            self._of_shares = len(shares)
         self._said[0] = float(self._owner.steps % _STEPS)
         return self._said
 
@@ -106,7 +109,7 @@ class Ballot:
         """
         if self._heard is None or summed is not self._heard[0]:
             slots = [len(bound.parameters) for bound in bounds]
-            self._heard = summed, Agreement(summed, messages, slots)
+            self._heard = summed, Agreement(summed, messages, slots, self._of_shares)
         agreed, steps = self._heard[1], self._owner.steps
         agreed.steps = summed[0]
         if agreed.steps / self._ring.world - steps % _STEPS:
@@ -162,6 +165,8 @@ class Ballot:
         self._owner.count_alike = not agreed.certainty.certain
         told = take_beside(agreed.beside, self._buffers, self._owner.steps, self._calls.counts_unlike)
         self._counts_told = self._counts_told or told
+        if self._shares is not None:
+            self._shares.heard(agreed.shares, self._ring.rank)
 
     def begin_in_group(self) -> None:
         """Forget the former group's agreements: this member has entered another group."""
@@ -299,11 +304,12 @@ class Agreement:
             worker.
         dirty: True if any message is dirty.
         present: for each chunk and each of its parameters, True if any worker has a gradient.
+        shares: all workers' reports on their shares of a batch.
         buffers: the sums of the reports on buffers.
         beside: the data that travelled besides the agreement.
     """
 
-    def __init__(self, summed: list[float], messages: int, slots: list[int]) -> None:
+    def __init__(self, summed: list[float], messages: int, slots: list[int], shares: int = 0) -> None:
         self.steps, self.weight, self.samples, self.with_gradients, newcomers = summed[:5]
         self.certainty = Certainty(summed[5 : 5 + SAID_OF_WEIGHT])
         self.alike = are_alike(summed[HEAD - SAID : HEAD])
@@ -316,7 +322,7 @@ class Agreement:
         for count in slots:
             self.present.append([value > 0 for value in summed[start : start + count]])
             start += count
-        self.buffers = summed[start:]
+        self.shares, self.buffers = summed[start : start + shares], summed[start + shares :]
 
     @property
     def total(self) -> float:

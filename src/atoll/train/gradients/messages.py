@@ -180,14 +180,23 @@ class Bucket:
         self.dirty = self.sent = False
         self.work = None
 
-    def move(self) -> None:
-        """Take other memory: a collective begun in the old memory may still write there."""
-        self.memory = torch.zeros_like(self.memory)
-        self.gradients = self.memory[: self.gradients.numel()]
+    def move(self, room: int = 0) -> None:
+        """Take other memory, with as many spare elements as before, or `room` if that is more.
+
+        A collective begun in the old memory may still write there.
+        """
+        gradients = self.gradients.numel()
+        self.memory = self.memory.new_zeros(max(self.memory.numel(), gradients + room))
+        self.gradients = self.memory[:gradients]
         self._flat, self._more = self.gradients, 0
         for chunk, start in zip(self.chunks, self._starts, strict=True):
             chunk.move(self.memory[start : start + chunk.bound.chunk.extent])
         self.work = None
+
+    def make_room(self, room: int) -> None:
+        """Have at least `room` spare elements. The message has not left."""
+        if self.memory.numel() - self.gradients.numel() < room:
+            self.move(room)
 
     def again(self) -> None:
         self.dirty = False

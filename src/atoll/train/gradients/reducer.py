@@ -47,6 +47,17 @@ class Beside(Protocol):
         """End: the session is over."""
 
 
+class Shares(Protocol):
+    """The reports on workers' shares of a batch that travel with an iteration
+    (`train/data/sharereports.py`)."""
+
+    def said(self, rank: int, world: int) -> Sequence[float]:
+        """Return this worker's report; an iteration's last gradients are about to leave."""
+
+    def heard(self, reports: Sequence[float], rank: int) -> None:
+        """Take the sum of all workers' reports on an iteration that is whole."""
+
+
 @dataclass(frozen=True)
 class Calls:
     """The services that a reducer asks for, and the events that it reports.
@@ -68,6 +79,7 @@ class Calls:
         unscaled: returns the factor by which a GradScaler divides the gradients of the step under way; 1
             without one.
         buffers: the model's buffers; None if no worker takes any.
+        shares: this worker's reports on its share of a batch; None: none.
         beside: an object whose state goes along with the reducer's.
     """
 
@@ -83,6 +95,7 @@ class Calls:
     epochs_mixed: Callable[[str], None] = lambda _line: None
     unscaled: Callable[[], float] = lambda: 1.0
     buffers: ModelBuffers | None = None
+    shares: Shares | None = None
     beside: Beside | None = None
 
 

@@ -445,6 +445,7 @@ class RingBuckets(Buckets):
     def carry(self, scale: float, said: list[float]) -> list[float] | None:
         tail = None
         if self._agreement_rides:
+            self.order[-1].make_room(len(said))
             tail = self._tail
             if tail is None or tail.memory is not self.order[-1].memory:
                 tail = self._tail = Tail(self.order[-1])

@@ -1,0 +1,156 @@
+"""Shares by speed, measured: workers of unlike speed in a ring, beside DistributedDataParallel.
+
+    python benchmarks/uneven.py [--quick]
+
+Computing is emulated by sleeping for each sample: 2 ms at full speed. In the same processes, one after the
+other: DistributedDataParallel with even batches, and Atoll's ring with `sync.shares` even and auto. What
+counts is the part of the workers' sum of speeds that is used: samples a second, over what the workers would
+compute together if nobody waited. Cases: equal workers; one of four at a quarter of the speed; one of four
+that slows down by half in the middle, whose first ten iterations afterwards do not count; eight workers from
+0.1 to 0.9. The first iterations, in which shares are found, do not count either.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import atoll
+from atoll.core.config import Config, Sync
+from atoll.train.api.place import Place
+from common import leave_group, measured_by, options, output_folder, recorded, write_results
+
+EACH = 0.002  # seconds for a sample at full speed
+OF_WORKER = 32  # samples, on the average
+LEFT_OUT = 10  # iterations at the beginning, and after a change of speeds, that do not count
+FEATURES = 64
+KINDS = ("DDP", "even", "auto")
+
+
+@dataclass(frozen=True)
+class Case:
+    """The workers' speeds; after half of the iterations, `later`."""
+
+    name: str
+    speeds: tuple[float, ...]
+    later: tuple[float, ...] = ()
+
+    def speed(self, rank: int, half: int) -> float:
+        """Return a worker's speed in the first half of the iterations, or in the second."""
+        return (self.later if half and self.later else self.speeds)[rank]
+
+    def together(self, half: int) -> float:
+        """Return the samples a second that the workers compute together."""
+        return sum(self.speed(rank, half) for rank in range(len(self.speeds))) / EACH
+
+
+CASES = (
+    Case("equal", (1.0,) * 4),
+    Case("one at a quarter", (1.0, 1.0, 1.0, 0.25)),
+    Case("one slows down by half", (1.0,) * 4, (1.0, 1.0, 1.0, 0.5)),
+    Case("eight from 0.1 to 0.9", (0.1, 0.2, 0.3, 0.45, 0.55, 0.7, 0.8, 0.9)),
+)
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(FEATURES, 256), nn.Tanh(), nn.Linear(256, 10))
+
+
+def train(
+    case: Case, steps: int, batches: Iterator[Any], forward: Callable[..., Any], optimizer: Any
+) -> float:
+    """Make the iterations; return the part of the sum of speeds that was used."""
+    rank, total = dist.get_rank(), OF_WORKER * len(case.speeds)
+    ideal = taken = 0.0
+    for number in range(steps):
+        half = int(number >= steps // 2)
+        began = time.perf_counter()
+        x, y = next(batches)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(forward(x), y)
+        time.sleep(EACH * len(x) / case.speed(rank, half))
+        loss.backward()
+        optimizer.step()
+        first = steps // 2 if half and case.later else 0
+        if number - first >= LEFT_OUT:
+            taken += time.perf_counter() - began
+            ideal += total / case.together(half)
+    return ideal / taken
+
+
+def without_end(loader: Any) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def used_by(kind: str, case: Case, steps: int, turn: int) -> float:
+    """Train in one of the ways."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    whole = OF_WORKER * world
+    inputs = torch.randn(whole * 64, FEATURES, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(inputs, torch.arange(len(inputs)) % 10)
+    module = model_of()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    if kind == "DDP":
+        part = TensorDataset(*(each[rank::world] for each in data.tensors))
+        batches = without_end(DataLoader(part, batch_size=OF_WORKER))
+        return train(case, steps, batches, DistributedDataParallel(module), optimizer)
+    store = PrefixStore(f"{case.name}/{kind}/{turn}", _get_default_store())
+    config = Config(sync=Sync(global_batch=whole, shares=kind))
+    with recorded(), atoll.join(config, place=Place(rank, world, rank, store)) as session:
+        session.prepare(module, optimizer)
+        batches = without_end(DataLoader(data, batch_sampler=session.batches(data)))
+        return train(case, steps, batches, module, optimizer)
+
+
+def work(output: Path, quick: bool) -> None:
+    """Measure the cases of this number of workers; worker 0 writes what was used."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    measured: dict[str, dict[str, list[float]]] = {}
+    for case in (case for case in CASES if len(case.speeds) == dist.get_world_size()):
+        measured[case.name] = {kind: [] for kind in KINDS}
+        for turn in range(1 if quick else 3):
+            for kind in KINDS:
+                dist.barrier()
+                measured[case.name][kind].append(used_by(kind, case, 48 if quick else 200, turn))
+    if dist.get_rank() == 0:
+        output.write_bytes(msgspec.json.encode(measured))
+    leave_group()
+
+
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument(
+        "--work", type=Path, help="be one of the workers, and write what was used to this file"
+    )
+    given = parser.parse_args()
+    if given.work:
+        work(given.work, given.quick)
+        return
+    cases: list[dict[str, Any]] = []
+    for workers in sorted({len(case.speeds) for case in CASES}):
+        found = measured_by(__file__, workers, given.quick, dict[str, dict[str, list[float]]])
+        for name, kinds in found.items():
+            used = {kind: sorted(values)[len(values) // 2] for kind, values in kinds.items()}
+            times = used["auto"] / used["DDP"]
+            cases.append({"case": name, **used, "over DDP": times, "all": kinds})
+            parts = ", ".join(f"{kind} {part:.3f}" for kind, part in used.items())
+            print(f"{name}: {parts} of the sum of speeds; auto is {times:.2f}x DDP", flush=True)
+    write_results("uneven", output_folder(given), cases, given.quick)
+
+
+if __name__ == "__main__":
+    main()

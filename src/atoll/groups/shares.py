@@ -1,0 +1,302 @@
+"""Shares of a global batch that all workers finish at the same time; pure.
+
+A worker takes `fixed + each * n` seconds for n samples: a kernel launch or a step costs the same for one
+sample as for many, so time is not in proportion to samples. `SpeedModel` fits both numbers to what workers
+report of their iterations, `share_out` makes the largest of the times as small as whole samples allow, and
+`ShareChooser` says when a change pays for itself. Source: docs/shares.md.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats: TypeAlias = NDArray[np.float64]
+Whole: TypeAlias = NDArray[np.int64]
+
+_KEPT = 0.85  # weight of an earlier iteration, against the one after it
+_PRIOR = 0.02  # weight of the assumption that nothing is fixed: of one iteration with another size, squared
+_LEAST_EACH = 0.05  # of a worker's seconds per sample, the least part that grows with samples
+_ODD = 1.4  # an iteration that takes this many times what is expected, or the inverse, is odd
+_LASTS = 3  # odd iterations in a row after which the worker's speed has changed
+_KNOWN = 2  # iterations that count, of each worker, before shares are chosen
+_UNEVEN = 0.05  # shares leave even ones if the batch then takes at least this part less time
+_WORTH = 0.02  # and change again for this part; both beside what noise may show
+_REST = 3  # iterations between two changes
+_HORIZON = 32  # iterations for which a change is expected to last at least
+
+
+class SpeedModel:
+    """The seconds that each worker takes for n samples, from its own latest iterations.
+
+    A single odd iteration (a checkpoint, another process) counts for nothing. Several in a row mean that the
+    worker's speed has changed, and scale what is known.
+
+    Attributes:
+        fixed: seconds that do not depend on samples, (workers,).
+        each: seconds for each sample, (workers,).
+    """
+
+    def __init__(self, workers: int) -> None:
+        def zeros() -> Floats:
+            return np.zeros(workers)
+
+        self.fixed, self.each = zeros(), zeros()
+        self._counted: Whole = np.zeros(workers, dtype=np.int64)
+        # Sums over iterations, each with its weight: the weights, means, squares of samples, and products.
+        self._weight, self._samples, self._seconds = zeros(), zeros(), zeros()
+        self._squares, self._products = zeros(), zeros()
+        self._unsure = zeros()  # of the slope
+        self._noise = 0.0  # mean square of what iterations are off, as a part of the expected seconds
+        self._odd: Whole = np.zeros(workers, dtype=np.int64)  # odd iterations in a row; below 0: faster ones
+        self._ratios: Floats = np.ones((_LASTS, workers))  # of the latest odd ones' to the expected seconds
+
+    @property
+    def is_known(self) -> bool:
+        """True once each worker has reported enough iterations."""
+        return bool((self._counted >= _KNOWN).all())
+
+    @property
+    def error(self) -> float:
+        """By what part the expected seconds of the worker that is off the most may be off."""
+        of_mean = math.sqrt(self._noise * (1 - _KEPT) / (1 + _KEPT))
+        return of_mean * math.sqrt(2 * math.log(max(2, len(self.each))))
+
+    def seconds_for(self, samples: Whole | Floats) -> Floats:
+        """Return the expected seconds of each worker for its number of samples."""
+        return self.fixed + self.each * samples
+
+    def observe(self, seconds: Floats, samples: Floats) -> None:
+        """Take an iteration of each worker; 0 seconds or 0 samples: nothing is known of this one."""
+        there = (seconds > 0) & (samples > 0) & np.isfinite(seconds)
+        seconds, samples = np.where(there, seconds, 1.0), np.where(there, samples, 1.0)
+        expected = self.seconds_for(samples)
+        # How far the seconds may be off for a size that is new: as far as the line's slope is unknown.
+        unsure = self._unsure * np.abs(samples - self._samples)
+        ratio = np.maximum(seconds / np.maximum(expected + unsure, 1e-300), 1.0)
+        lower = np.maximum(expected - unsure, 1e-300)
+        ratio = np.where(seconds < lower, seconds / lower, ratio)
+        slower, faster = ratio > _ODD, ratio < 1 / _ODD
+        counts = there & (self._weight > 0)
+        odd = counts & (slower | faster)
+        if odd.any():
+            self._note_odd(counts & slower, counts & faster, ratio)
+        self._odd[there & ~odd] = 0
+        usual = counts & ~odd
+        if usual.any():
+            off = (seconds[usual] / np.maximum(expected[usual], 1e-300) - 1) ** 2
+            self._noise += (1 - _KEPT) * (float(off.mean()) - self._noise)
+        self._add(there & ~odd, seconds, samples)
+        self._fit()
+
+    def _note_odd(self, slower: NDArray[np.bool_], faster: NDArray[np.bool_], ratio: Floats) -> None:
+        """Count odd iterations; where they last, scale the worker's seconds by their median ratio."""
+        way = slower.astype(np.int64) - faster
+        odd = way != 0
+        self._odd = np.where(odd, np.where(self._odd * way > 0, self._odd, 0) + way, self._odd)
+        self._ratios = np.where(odd, np.concatenate([self._ratios[1:], ratio[None]]), self._ratios)
+        changed = np.abs(self._odd) >= _LASTS
+        if changed.any():
+            factor = np.where(changed, np.sort(self._ratios, axis=0)[_LASTS // 2], 1.0)
+            self._seconds *= factor
+            self._products *= factor
+            self._odd[changed] = 0
+
+    def _add(self, where: NDArray[np.bool_], seconds: Floats, samples: Floats) -> None:
+        self._counted += where
+        before = _KEPT * self._weight
+        weight = np.where(where, before + 1, self._weight)
+        part = np.where(where, 1 / np.maximum(weight, 1), 0.0)
+        more_samples, more_seconds = samples - self._samples, seconds - self._seconds
+        spread = np.where(where, before * part, 0.0)
+        kept = np.where(where, _KEPT, 1.0)
+        self._squares = kept * self._squares + spread * more_samples**2
+        self._products = kept * self._products + spread * more_samples * more_seconds
+        self._samples = self._samples + part * more_samples
+        self._seconds = self._seconds + part * more_seconds
+        self._weight = weight
+
+    def _fit(self) -> None:
+        """Fit a line through each worker's iterations; where sizes have not differed it goes through 0."""
+        rate = self._seconds / np.maximum(self._samples, 1e-300)
+        prior = _PRIOR * self._samples**2
+        slope = (self._products + prior * rate) / np.maximum(self._squares + prior, 1e-300)
+        self._unsure = rate * prior / np.maximum(self._squares + prior, 1e-300)
+        self.each = np.minimum(np.maximum(slope, _LEAST_EACH * rate), rate)
+        self.fixed = np.maximum(self._seconds - self.each * self._samples, 0.0)
+
+
+def share_out(total: int, fixed: Floats, each: Floats, *, least: int = 1, most: int = 0) -> Whole:
+    """Return each worker's whole samples of `total`, so that the last worker finishes as early as it can.
+
+    Of workers that finish alike, the lower one takes a sample. If there are too few samples for all, those
+    that would finish last get none. Raises ValueError if `most` samples of each are fewer than `total`.
+
+    Args:
+        total: the samples.
+        fixed: seconds of each worker that do not depend on samples, at least 0, (workers,).
+        each: seconds for each sample, above 0, (workers,).
+        least: the least samples of a worker that gets any.
+        most: the most samples of a worker; 0: no limit.
+    """
+    workers, most = len(fixed), min(most or total, total)
+    if most * workers < total:
+        raise ValueError(f"{workers} workers take at most {most} samples each, and there are {total}")
+    parts = np.zeros(workers, dtype=np.int64)
+    able = min(workers, max(-(-total // most), total // max(least, 1)), total)
+    if able < workers:  # in the order of their numbers again
+        chosen = np.sort(np.argsort(fixed + each * max(least, 1), kind="stable")[:able])
+        if able:
+            parts[chosen] = _fill(total, fixed[chosen], each[chosen], min(least, total // able), most)
+        return parts
+    return _fill(total, fixed, each, least, most)
+
+
+def _fill(total: int, fixed: Floats, each: Floats, least: int, most: int) -> Whole:
+    """Return parts between `least` and `most`, for workers that can take `total` together."""
+    time = _common_time(total, fixed, each, least, most)
+    parts = np.clip(np.floor((time - fixed) / each), least, most).astype(np.int64)
+    while (left := total - int(parts.sum())) > 0:
+        after = np.where(parts < most, fixed + each * (parts + 1), np.inf)
+        enough = min(left, int((parts < most).sum()))
+        time = float(np.partition(after, enough - 1)[enough - 1])
+        more = np.clip(np.floor((time - fixed) / each), 0, most).astype(np.int64) - parts
+        more = np.minimum(np.maximum(more, after <= time), np.minimum(left, most - parts))
+        if int(more.sum()) > left:  # take the earliest of these samples, one by one
+            takers = np.repeat(np.arange(len(parts)), more)
+            nth = np.arange(len(takers)) - np.repeat(np.cumsum(more) - more, more) + 1
+            ends = fixed[takers] + each[takers] * (parts[takers] + nth)
+            first = np.argsort(ends, kind="stable")[:left]
+            more = np.bincount(takers[first], minlength=len(parts))
+        parts = parts + more
+    return parts
+
+
+def _common_time(total: int, fixed: Floats, each: Floats, least: int, most: int) -> float:
+    """Return a time by which the workers finish at most `total` samples, and nearly that many."""
+    low, high = float((fixed + each * least).min()), float((fixed + each * most).max())
+    speeds = 1 / each
+    time = min(max(_least_time(total, fixed, speeds), low), high)
+    for _ in range(64):
+        samples = (time - fixed) * speeds
+        free = (samples > least) & (samples < most)
+        beyond = float(np.clip(samples, least, most).sum()) - total
+        low, high = (low, min(high, time)) if beyond > 0 else (max(low, time), high)
+        if -1 < beyond <= 0 or high - low <= 1e-12 * high:
+            break
+        slope = float(speeds[free].sum())
+        # Newton's step, a little too short; where it leaves the bracket, the middle.
+        time = time - (beyond + 0.5) / slope if slope else low
+        if not low < time < high:
+            time = (low + high) / 2
+    return low
+
+
+def _least_time(total: int, fixed: Floats, speeds: Floats) -> float:
+    """Return a time before which the workers do not finish `total` samples; without limits they then do."""
+    return (total + float((fixed * speeds).sum())) / float(speeds.sum())
+
+
+@dataclass(frozen=True)
+class ShareChange:
+    """A change of shares that pays for itself.
+
+    Attributes:
+        parts: each worker's samples of a whole batch.
+        before: the expected seconds of the slowest worker without the change.
+        after: those of the slowest worker with it.
+        slowest: the worker that is the slowest without the change.
+        waits_for: the worker for which the others wait although it has the least samples; -1: none.
+    """
+
+    parts: Whole
+    before: float
+    after: float
+    slowest: int
+    waits_for: int
+
+
+class ShareChooser:
+    """Chooses each worker's part of a batch of `total` samples from what the workers report.
+
+    Parts are even at first, and change only if the change pays for itself: by more than noise, and by more
+    than earlier changes have cost, within the time for which this one is expected to last.
+
+    Attributes:
+        parts: the parts chosen last, (workers,).
+    """
+
+    def __init__(self, workers: int, total: int, *, least: int = 1, most: int = 0) -> None:
+        self._total, self._least, self._most = total, least, most
+        self.parts = even(total, workers)
+        self._model = SpeedModel(workers)
+        self._since = 0  # iterations since the latest change
+        self._changes = 0
+        self._untried = False  # True until an iteration with the latest parts is reported
+        self._cost = 0.0  # seconds that a change costs, by what earlier ones took
+
+    def observe(self, seconds: Floats, samples: Floats) -> ShareChange | None:
+        """Take an iteration of each worker; return the change of parts that follows from it; None: none."""
+        self._since += 1
+        if self._untried and np.array_equal(samples, self.parts):
+            self._untried = False
+            beyond = float((seconds - self._model.seconds_for(samples)).max())
+            self._cost = (self._cost + max(0.0, beyond)) / 2
+        self._model.observe(seconds, samples)
+        if not self._model.is_known or (self._changes and self._since < _REST):
+            return None
+        fixed, each = self._model.fixed, self._model.each
+        now = self._model.seconds_for(self.parts)
+        before = float(now.max())
+        worth = before * ((_WORTH if self._changes else _UNEVEN) + self._model.error)
+        horizon = max(_HORIZON, self._since)
+        least = max(worth, self._cost / horizon)
+        if before - _least_time(self._total, fixed, 1 / each) <= least:
+            return None
+        parts = share_out(self._total, fixed, each, least=self._least, most=self._most)
+        then = self._model.seconds_for(parts)
+        last, after = int(then.argmax()), float(then.max())
+        if before - after <= least:
+            return None
+        self.parts, self._since, self._untried = parts, 0, True
+        self._changes += 1
+        others = float(np.delete(then, last).max())
+        late = parts[last] <= self._least and after > others * (1 + _UNEVEN)
+        return ShareChange(parts, before, after, int(now.argmax()), last if late else -1)
+
+
+def even(total: int, workers: int) -> Whole:
+    """Return even parts of `total` samples; the first workers take the remainder."""
+    return total // workers + (np.arange(workers) < total % workers).astype(np.int64)
+
+
+def scaled(parts: Whole, total: int, least: int = 1) -> Whole:
+    """Return parts of `total` samples in proportion to `parts`, each of at least `least` samples or none.
+
+    Only whole numbers are computed with, so all workers find the same, whatever their processors.
+    """
+    found = _in_proportion(parts, total)
+    if not ((found > 0) & (found < least)).any():
+        return found
+    able = min(int((parts > 0).sum()), max(1, total // least))
+    chosen = np.sort(np.argsort(-parts, kind="stable")[:able])
+    base = min(least, total // able)
+    found = np.zeros_like(parts)
+    found[chosen] = base + _in_proportion(parts[chosen], total - base * able)
+    return found
+
+
+def _in_proportion(parts: Whole, total: int) -> Whole:
+    """Split `total` in proportion to `parts` by the largest remainder; the lower number wins a tie."""
+    whole = int(parts.sum())
+    if whole == total:
+        return parts.copy()
+    exact = parts * total
+    found = exact // whole
+    order = np.argsort(found * whole - exact, kind="stable")
+    found[order[: total - int(found.sum())]] += 1
+    return found

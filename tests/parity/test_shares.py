@@ -1,0 +1,190 @@
+"""Workers of unlike speed take unlike shares of a batch, and train as one process does on whole batches."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import atoll
+from atoll.core.config import Chunks, Config, Groups, Run, Sync
+from atoll.core.errors import UserError
+from atoll.train.api.place import Place
+from atoll.train.data.order import SampleOrder
+from support.pool import WorkerPool
+
+LENGTH, BATCH, EPOCHS = 250, 24, 3  # the last batch of an epoch has 10 samples
+SECONDS = 10.0  # for each sample of a worker at full speed, by a clock that the test sets
+Result = tuple[list[np.ndarray[Any, Any]], list[int]]
+
+
+def config(shares: str | dict[str, float], strategy: str = "ring") -> Config:
+    return Config(
+        run=Run(strategy=strategy),
+        chunks=Chunks(size="2KiB"),
+        groups=Groups(count=2 if strategy == "hierarchical" else 0),
+        sync=Sync(timeout="120s", global_batch=BATCH, shares=shares),
+    )
+
+
+def dataset() -> TensorDataset:
+    generator = torch.Generator().manual_seed(2)
+    inputs = torch.randn(LENGTH, 7, generator=generator, dtype=torch.float64)
+    return TensorDataset(inputs, torch.randint(5, (LENGTH,), generator=generator))
+
+
+def make(dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 24), nn.Tanh(), nn.Linear(24, 5)).to(dtype)
+    return model, torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+
+
+def values(model: nn.Module) -> np.ndarray[Any, Any]:
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).double().numpy().copy()
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def plain(dtype: torch.dtype) -> list[np.ndarray[Any, Any]]:
+    """In one process, without Atoll: the parameters after each step."""
+    inputs, targets = dataset().tensors
+    model, optimizer = make(dtype)
+    trajectory = []
+    for epoch in range(EPOCHS):
+        for batch in SampleOrder(LENGTH, 4, True).of(epoch).split(BATCH):
+            optimizer.zero_grad()
+            loss_of(model, inputs[batch].to(dtype), targets[batch]).backward()
+            optimizer.step()
+            trajectory.append(values(model))
+    return trajectory
+
+
+def train(place: Place, how: Config, slower: tuple[float, ...], fetches: int, dtype: torch.dtype) -> Result:
+    """The parameters after each step, and the sizes of this worker's batches.
+
+    The worker's clock goes on for each sample, `slower` times as far, by the worker's rank and the epoch.
+    """
+    data, trajectory, sizes = dataset(), list[np.ndarray[Any, Any]](), list[int]()
+    real, ahead = time.perf_counter, [0.0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "perf_counter", lambda: real() + ahead[0])
+        _train(place, how, slower, fetches, dtype, data, ahead, trajectory, sizes)
+    return trajectory, sizes
+
+
+def _train(
+    place: Place,
+    how: Config,
+    slower: tuple[float, ...],
+    fetches: int,
+    dtype: torch.dtype,
+    data: TensorDataset,
+    ahead: list[float],
+    trajectory: list[np.ndarray[Any, Any]],
+    sizes: list[int],
+) -> None:
+    with atoll.join(how, place=place) as session:
+        model, optimizer = make(dtype)
+        session.prepare(model, optimizer)
+        loader = DataLoader(data, batch_sampler=session.batches(data, seed=4))
+        for epoch in range(EPOCHS):
+            for x, y in fetched(loader, fetches):
+                optimizer.zero_grad()
+                loss = loss_of(model, x.to(dtype), y)
+                ahead[0] += SECONDS * len(x) * slower[(session.rank + epoch) % len(slower)]
+                loss.backward()
+                optimizer.step()
+                trajectory.append(values(model))
+                sizes.append(len(x))
+
+
+def fetched(loader: DataLoader[Any], fetches: int) -> Iterator[Any]:
+    """The batches of a loader, each fetched so many batches before it is trained on."""
+    queue: deque[Any] = deque()
+    for batch in loader:
+        queue.append(batch)
+        if len(queue) > fetches:
+            yield queue.popleft()
+    yield from queue
+
+
+def compare(results: list[Result], dtype: torch.dtype) -> list[tuple[int, ...]]:
+    """See that each step is that of one process; return all workers' sizes at each step."""
+    expected = plain(dtype)
+    for trajectory, _ in results:
+        assert len(trajectory) == len(expected)
+        for after, wanted in zip(trajectory, expected, strict=True):
+            np.testing.assert_allclose(after, wanted, rtol=0, atol=1e-12 if dtype == torch.float64 else 2e-4)
+    steps = list(zip(*(sizes for _, sizes in results), strict=True))
+    of_epoch = len(steps) // EPOCHS
+    for number, step in enumerate(steps):
+        assert sum(step) == (BATCH if number % of_epoch < of_epoch - 1 else LENGTH % BATCH)
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world", "fetches", "dtype"),
+    [
+        ("ring", 3, 0, torch.float64),
+        ("ring", 2, 2, torch.float32),
+        ("ring", 3, 0, torch.bfloat16),  # the agreement is a message of its own
+        ("hierarchical", 4, 0, torch.float64),
+    ],
+)
+def test_shares_follow_speeds_and_each_step_is_that_of_one_process(
+    pool: WorkerPool, strategy: str, world: int, fetches: int, dtype: torch.dtype
+) -> None:
+    slower = (12.0, *[1.0] * (world - 1))
+    results = pool.run(train, config("auto", strategy), slower, fetches, dtype, world=world)
+    if dtype == torch.bfloat16:
+        steps = list(zip(*(sizes for _, sizes in results), strict=True))
+    else:
+        steps = compare(results, dtype)
+    assert len(set(steps)) > 4  # even, by speed in each epoch, and the short batches
+    of_epoch = len(steps) // EPOCHS
+    for epoch in range(EPOCHS):
+        slow, latest = (-epoch) % world, steps[epoch * of_epoch + of_epoch - 2]
+        assert latest[slow] == min(latest), steps
+        assert latest[slow] <= BATCH // world // 2, steps
+        assert min(latest) >= 2
+
+
+def test_parts_that_are_given_hold_from_the_first_step(pool: WorkerPool) -> None:
+    parts = {"0": 0.5, "1": 0.125, "2": 0.375}
+    steps = compare(pool.run(train, config(parts), (0.0,), 0, torch.float64, world=3), torch.float64)
+    assert set(steps[:10]) == {(12, 3, 9)}
+
+
+def refused(place: Place, how: Config) -> str:
+    with atoll.join(how, place=place) as session:
+        try:
+            session.batches(range(40))
+        except UserError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("sync", "words"),
+    [
+        ({"shares": "auto", "global_batch": 5}, "give each of 3 workers sync.least = 2"),
+        ({"shares": "auto", "global_batch": 24, "memory_cap": 7}, "leaves 21 samples to 3 workers"),
+        ({"shares": {"0": 0.5, "1": 0.5}, "global_batch": 24}, "no part for worker 2"),
+        ({"shares": {"0": 0.5, "1": 0.3, "2": 0.1, "3": 0.1}, "global_batch": 24}, "a part for worker 3"),
+    ],
+)
+def test_a_batch_that_cannot_be_dealt_so_is_one_line(
+    pool: WorkerPool, sync: dict[str, Any], words: str
+) -> None:
+    for said in pool.run(refused, Config(sync=Sync(timeout="60s", **sync)), world=3):
+        assert words in said
+        assert "\n" not in said

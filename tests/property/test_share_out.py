@@ -1,0 +1,226 @@
+"""Shares by speed: whole samples, the earliest end, and changes that pay for themselves."""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atoll.groups.shares import ShareChooser, SpeedModel, even, scaled, share_out
+
+SECONDS = st.floats(0, 5, allow_subnormal=False)
+EACH = st.floats(1e-4, 5, allow_subnormal=False)
+WORKERS = st.lists(st.tuples(SECONDS, EACH), min_size=1, max_size=12)
+
+
+def arrays(workers: list[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
+    fixed, each = np.array(workers).T
+    return fixed, each
+
+
+def one_by_one(total: int, fixed: np.ndarray, each: np.ndarray, least: int, most: int) -> float:
+    """Give each sample to the worker that then finishes first; return when the last one finishes."""
+    parts = [least] * len(fixed)
+    ends = [(fixed[i] + each[i] * (least + 1), i) for i in range(len(fixed)) if least < most]
+    heapq.heapify(ends)
+    for _ in range(total - sum(parts)):
+        _, i = heapq.heappop(ends)
+        parts[i] += 1
+        if parts[i] < most:
+            heapq.heappush(ends, (fixed[i] + each[i] * (parts[i] + 1), i))
+    return max(fixed + each * np.array(parts))
+
+
+@given(WORKERS, st.integers(1, 300), st.integers(1, 3), st.integers(0, 60))
+def test_no_sample_could_be_elsewhere_and_the_batch_end_earlier(workers, total, least, most):
+    fixed, each = arrays(workers)
+    count = len(workers)
+    most = most and max(most, least)
+    if most and most * count < total:
+        with pytest.raises(ValueError, match="at most"):
+            share_out(total, fixed, each, least=least, most=most)
+        return
+    parts = share_out(total, fixed, each, least=least, most=most)
+    assert parts.sum() == total
+    limit = most or total
+    assert parts.max() <= limit
+    if least * count > total:
+        return
+    assert parts.min() >= least
+    ends = fixed + each * parts
+    for i in np.flatnonzero(parts > least):
+        for j in np.flatnonzero(parts < limit):
+            assert i == j or fixed[j] + each[j] * (parts[j] + 1) >= ends[i] * (1 - 1e-9)
+    assert ends.max() == pytest.approx(one_by_one(total, fixed, each, least, limit))
+
+
+@given(WORKERS, st.integers(1, 11), st.integers(2, 4))
+def test_too_few_samples_go_to_those_that_finish_first(workers, total, least):
+    fixed, each = arrays(workers)
+    parts = share_out(total, fixed, each, least=least)
+    assert parts.sum() == total
+    if least * len(workers) <= total:
+        return
+    taking = parts > 0
+    assert taking.sum() <= max(1, total // least)
+    assert total < least or parts[taking].min() >= least
+    ends = fixed + each * least
+    if taking.any() and not taking.all():
+        assert ends[taking].max() <= ends[~taking].min()
+
+
+PARTS = st.lists(st.integers(0, 50), min_size=1, max_size=9).filter(any)
+
+
+@given(PARTS, st.integers(0, 200))
+def test_scaled_parts_keep_the_sum_and_the_proportion(parts, total):
+    given = np.array(parts)
+    found = scaled(given, total)
+    assert found.sum() == total
+    assert not found[given == 0].any()
+    assert np.abs(found - given * total / given.sum()).max() < 1
+
+
+@given(PARTS, st.integers(0, 200), st.integers(1, 4))
+def test_scaled_parts_are_the_least_or_none(parts, total, least):
+    found = scaled(np.array(parts), total, least)
+    assert found.sum() == total
+    assert (found > 0).sum() <= max(1, total // least)
+    assert total < least or all(part == 0 or part >= least for part in found)
+    assert not found[np.array(parts) == 0].any()
+
+
+def test_even_parts_are_those_of_a_deal_without_shares():
+    assert even(14, 4).tolist() == [4, 4, 3, 3]
+
+
+def after(seconds, samples, times: int) -> SpeedModel:
+    model = SpeedModel(len(samples))
+    for _ in range(times):
+        model.observe(np.array(seconds, dtype=float), np.array(samples, dtype=float))
+    return model
+
+
+def test_before_sizes_differ_seconds_are_in_proportion_to_samples():
+    model = after([1.0, 4.0], [32, 32], 4)
+    assert model.is_known
+    assert model.seconds_for(np.array([32, 32])) == pytest.approx([1.0, 4.0])
+    assert model.fixed == pytest.approx([0, 0])
+
+
+def test_two_sizes_tell_the_fixed_seconds():
+    model = after([0.5 + 0.01 * 32], [32], 6)
+    for _ in range(6):
+        model.observe(np.array([0.5 + 0.01 * 12]), np.array([12.0]))
+    assert model.fixed == pytest.approx([0.5], rel=0.1)
+    assert model.seconds_for(np.array([20])) == pytest.approx([0.7], rel=0.02)
+
+
+@given(st.sampled_from([0.05, 0.3, 3.0, 50.0]))
+def test_one_odd_iteration_counts_for_nothing_and_three_are_a_new_speed(factor):
+    model = after([1.0, 1.0], [32, 32], 8)
+    for number in range(3):
+        assert model.seconds_for(np.array([32, 32])) == pytest.approx([1.0, 1.0]), number
+        model.observe(np.array([factor, 1.0]), np.array([32.0, 32.0]))
+    assert model.seconds_for(np.array([32, 32])) == pytest.approx([factor, 1.0])
+
+
+def test_odd_iterations_with_others_between_them_are_no_new_speed():
+    model = after([1.0], [32], 8)
+    for _ in range(10):
+        model.observe(np.array([3.0]), np.array([32.0]))
+        model.observe(np.array([1.0]), np.array([32.0]))
+    assert model.seconds_for(np.array([32])) == pytest.approx([1.0])
+
+
+def test_iterations_of_which_nothing_is_known_change_nothing():
+    model = after([1.0, 2.0], [32, 32], 5)
+    before = model.fixed.copy(), model.each.copy()
+    model.observe(np.array([0.0, np.inf]), np.array([32.0, 32.0]))
+    model.observe(np.array([1.0, 2.0]), np.array([0.0, 0.0]))
+    assert np.array_equal(model.fixed, before[0])
+    assert np.array_equal(model.each, before[1])
+
+
+class Worlds:
+    """Workers of given seconds, in lockstep: each iteration takes the slowest's time."""
+
+    def __init__(self, total: int, fixed, each, noise: float = 0.0) -> None:
+        self.fixed, self.each = np.array(fixed, dtype=float), np.array(each, dtype=float)
+        self.chooser = ShareChooser(len(self.each), total)
+        self.parts, self._coming = self.chooser.parts, self.chooser.parts
+        self._random, self._noise = np.random.default_rng(1), noise
+        self.changes = 0
+
+    def step(self) -> float:
+        """Make an iteration; return the part of the workers' sum of speeds that it uses."""
+        parts, self.parts = self.parts, self._coming
+        seconds = self.fixed + self.each * parts
+        seconds = seconds * (1 + self._noise * self._random.standard_normal(len(seconds)))
+        change = self.chooser.observe(seconds, parts.astype(float))
+        if change is not None:
+            self._coming, self.changes = change.parts, self.changes + 1
+        return float(parts.sum() / ((1 / self.each).sum() * seconds.max()))
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_one_of_four_at_quarter_speed_soon_uses_the_sum_of_speeds(noise):
+    world = Worlds(256, [0.0] * 4, [0.01, 0.01, 0.01, 0.04], noise)
+    assert world.step() < 0.35
+    for _ in range(9):
+        world.step()
+    used = [world.step() for _ in range(50)]
+    assert np.mean(used) > 0.97 - 1.5 * noise
+    assert world.changes <= 6
+
+
+def test_fixed_seconds_are_found_and_all_finish_together():
+    world = Worlds(256, [0.2, 0.2, 0.2, 0.8], [0.01, 0.01, 0.01, 0.04])
+    for _ in range(30):
+        world.step()
+    ends = world.fixed + world.each * world.parts
+    assert ends.max() / ends.min() < 1.06
+
+
+def test_equal_workers_keep_even_shares():
+    world = Worlds(256, [0.1] * 4, [0.01] * 4, noise=0.04)
+    for _ in range(200):
+        world.step()
+    assert world.changes == 0
+
+
+def test_a_worker_that_slows_down_by_half_has_the_right_share_within_ten_iterations():
+    world = Worlds(256, [0.0] * 4, [0.01] * 4)
+    for _ in range(40):
+        world.step()
+    world.each[2] *= 2
+    for _ in range(10):
+        world.step()
+    assert world.step() > 0.95
+
+
+def test_a_change_that_costs_more_than_it_brings_is_not_made_again():
+    world = Worlds(256, [0.0] * 2, [0.01, 0.02])
+    while not world.changes:
+        world.step()
+    world.step()
+    model = world.chooser
+    # The first iteration with other sizes compiles for a minute.
+    assert model.observe(np.array([60.0, 60.0]), world.parts.astype(float)) is None
+    world.each = np.array([0.01, 0.022])
+    for _ in range(20):
+        world.step()
+    assert world.changes == 1
+
+
+def test_the_least_samples_are_kept():
+    chooser = ShareChooser(3, 30, least=2)
+    for _ in range(6):
+        change = chooser.observe(np.array([0.1, 0.1, 90.0]), chooser.parts.astype(float))
+        if change is not None:
+            assert change.slowest == 2
+            assert change.after < change.before
+    assert chooser.parts.tolist() == [14, 14, 2]

@@ -1,0 +1,129 @@
+"""Workers' reports on their speed: what a report holds, and when other shares hold."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from atoll.core.errors import RunError
+from atoll.groups.shares import even
+from atoll.train.data.sharereports import ShareReports
+from atoll.train.data.shares import ShareSchedule
+
+TOTAL = 64
+
+
+class Batches:
+    """A sampler of which each iteration uses one tick of the schedule's samples."""
+
+    def __init__(self, rank: int, world: int, ahead: int) -> None:
+        self.rank, self.world, self._ahead = rank, world, ahead
+        self.schedule = ShareSchedule(partial(even, TOTAL), world, 1)
+        self.epoch, self.made, self.given = 0, 0, 0
+        self.sizes: list[int] = []
+
+    def next(self) -> int:
+        while self.given <= self.made + self._ahead:
+            parts = self.schedule(self.given, TOTAL, range(self.world))
+            self.sizes.append(parts[self.rank])
+            self.given += 1
+        return self.sizes[self.made]
+
+    def under_way(self) -> tuple[int, int]:
+        return 1, self.sizes[self.made]
+
+
+class Crew:
+    """Workers with a clock each; `each` has a worker's seconds for a sample."""
+
+    def __init__(self, each: list[float], ahead: list[int]) -> None:
+        self.each, self.now, self.lines = each, [0.0] * len(each), list[str]()
+        self.batches = [Batches(rank, len(each), fetches) for rank, fetches in enumerate(ahead)]
+        self.reports = [self._report(rank) for rank in range(len(each))]
+        for report, batches in zip(self.reports, self.batches, strict=True):
+            report.follow(batches, batches.schedule, TOTAL)
+
+    def _report(self, rank: int) -> ShareReports:
+        return ShareReports(
+            least=1,
+            most=0,
+            waited=lambda: 0.0,
+            decided=lambda *line: self.lines.append(" ".join(line)),
+            name_of=lambda rank: rank + 10,
+            clock=lambda: self.now[rank],
+        )
+
+    def iterate(self) -> list[int]:
+        """Make an iteration; return its sizes."""
+        sizes = [batches.next() for batches in self.batches]
+        for rank, size in enumerate(sizes):
+            self.now[rank] += self.each[rank] * size
+        world = len(sizes)
+        said = [report.said(rank, world) for rank, report in enumerate(self.reports)]
+        self.now = [max(self.now)] * world
+        # What a ring that broke has asked for again is what was said before.
+        assert said == [report.said(rank, world) for rank, report in enumerate(self.reports)]
+        summed = [sum(each) for each in zip(*said, strict=True)]
+        for rank, report in enumerate(self.reports):
+            report.heard(summed, rank)
+        for batches in self.batches:
+            batches.made += 1
+        return sizes
+
+
+def test_shares_follow_what_is_reported_and_add_up_with_unlike_loaders() -> None:
+    crew = Crew([0.01, 0.01, 0.04], ahead=[0, 2, 1])
+    steps = [crew.iterate() for _ in range(16)]
+    assert {sum(step) for step in steps} == {TOTAL}
+    assert steps[0] == [22, 21, 21]
+    assert steps[-1] == [28, 29, 7] or steps[-1] == [29, 28, 7]
+    # Reported at iterations 1 and 2, chosen after the latter, said at 3; 2 batches were fetched by then.
+    assert steps.index(steps[-1]) == 6
+    (line,) = crew.lines
+    assert line.startswith("shares 2")
+    assert "worker 12 would finish after 0.84 s, and now the last one does after 0.2" in line
+
+
+def test_nothing_is_said_before_there_are_batches() -> None:
+    report = Crew([1.0, 1.0], [0, 0])._report(0)
+    assert not any(report.said(0, 2))
+    report.heard(report.said(0, 2), 0)
+
+
+def test_a_choice_waits_for_a_worker_that_is_in_the_next_epoch_already() -> None:
+    crew = Crew([0.01, 0.04], ahead=[0, 0])
+    while not crew.lines:
+        crew.iterate()
+    crew.batches[1].epoch = 1
+    for _ in range(2):
+        assert crew.iterate() == [32, 32]
+    crew.batches[1].epoch = 0
+    assert crew.iterate() == [32, 32]
+    assert crew.iterate() in ([51, 13], [52, 12])
+
+
+def test_members_that_change_make_shares_even_until_speeds_are_known_again() -> None:
+    crew = Crew([0.01, 0.04], ahead=[0, 0])
+    for _ in range(8):
+        crew.iterate()
+    for report, batches in zip(crew.reports, crew.batches, strict=True):
+        report.forget()
+        batches.schedule.reset(2)
+        batches.sizes, batches.made, batches.given = [], 0, 0
+    assert [crew.iterate() for _ in range(4)] == [[32, 32]] * 4
+    crew.iterate()
+    assert crew.iterate() in ([51, 13], [52, 12])
+
+
+def test_a_loader_that_is_given_batches_during_the_agreement_is_one_clear_line() -> None:
+    crew = Crew([0.01, 0.04], ahead=[0, 0])
+    while not crew.lines:
+        crew.iterate()
+    batches = crew.batches[1]
+    for each in crew.batches:
+        each.next()
+    said = [report.said(rank, 2) for rank, report in enumerate(crew.reports)]
+    batches.given += 2
+    with pytest.raises(RunError, match="by another thread than the training loop's"):
+        crew.reports[1].heard([sum(each) for each in zip(*said, strict=True)], 1)
