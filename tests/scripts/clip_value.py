@@ -1,0 +1,20 @@
+"""Clipping by value."""
+
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_value_
+from torch.optim import SGD
+from trial import batch, join, keep, keep_loss, mine, perceptron
+
+with join() as session:
+    model = perceptron()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    session.prepare(model, optimizer)
+    for step in range(6):
+        x, y = mine(session, *batch(step))
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        clip_grad_value_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+        keep_loss(loss)
+    keep(session, model=model)

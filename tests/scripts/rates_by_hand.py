@@ -1,0 +1,20 @@
+"""A script that sets the learning rate itself in each step."""
+
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD
+from trial import batch, join, keep, keep_loss, mine, perceptron
+
+with join() as session:
+    model = perceptron()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    session.prepare(model, optimizer)
+    for step in range(6):
+        x, y = mine(session, *batch(step))
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / (step + 2)
+        keep_loss(loss)
+    keep(session, model=model)

@@ -1,0 +1,18 @@
+"""RMSprop, centered, with momentum."""
+
+from torch.nn.functional import cross_entropy
+from torch.optim import RMSprop
+from trial import batch, join, keep, keep_loss, mine, perceptron
+
+with join() as session:
+    model = perceptron()
+    optimizer = RMSprop(model.parameters(), lr=0.001, centered=True, momentum=0.9)
+    session.prepare(model, optimizer)
+    for step in range(6):
+        x, y = mine(session, *batch(step))
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        keep_loss(loss)
+    keep(session, model=model)

@@ -1,0 +1,21 @@
+"""MultiStepLR: the rate falls at two steps."""
+
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD
+from torch.optim.lr_scheduler import MultiStepLR
+from trial import batch, join, keep, keep_loss, mine, perceptron
+
+with join() as session:
+    model = perceptron()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    session.prepare(model, optimizer)
+    scheduler = MultiStepLR(optimizer, milestones=[2, 4], gamma=0.3)
+    for step in range(6):
+        x, y = mine(session, *batch(step))
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        keep_loss(loss)
+    keep(session, model=model)

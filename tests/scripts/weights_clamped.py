@@ -1,0 +1,22 @@
+"""Weights that are clamped after each step, as in a Wasserstein GAN."""
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD
+from trial import batch, join, keep, keep_loss, mine, perceptron
+
+with join() as session:
+    model = perceptron()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    session.prepare(model, optimizer)
+    for step in range(6):
+        x, y = mine(session, *batch(step))
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.clamp_(-0.1, 0.1)
+        keep_loss(loss)
+    keep(session, model=model)

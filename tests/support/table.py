@@ -1,0 +1,279 @@
+"""The table of scripts: each script of tests/scripts trained with plain torch and at every strategy and store.
+
+    table = Table(pool)
+    outcome = table.try_out("sgd", "server")    # "pass", "refused", "wrong", "crash" or "hang"
+
+A script is run twice: by one process with plain torch, and by two workers under the column's configuration.
+Both must show the same losses and end with the same parameters.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+import re
+import runpy
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+from unittest.mock import patch
+
+import msgspec
+import torch
+from torch import Tensor
+
+import atoll
+from atoll.core import errors
+from atoll.core.config import Config, Groups, Run, Sync
+from atoll.core.errors import DeadlineError, RunError, UserError
+from atoll.core.memory import Memory
+from atoll.memory import planning
+from atoll.train.api.place import Place
+from support.pool import JobFailedError, WorkerPool
+from support.served import ServedRun, served_worker
+from support.tight import rates
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "any-script.md"
+RECORD = PAGE.with_suffix(".json")
+TOLERANCE = 1e-9  # between losses and parameters of plain torch and of Atoll, unless a script says another
+DEADLINE = 150.0  # seconds; a script takes about one on a machine that does nothing else
+_TIMEOUT = "60s"
+_BUDGET = Memory(device="24KiB", chunk="4096", step="host")  # most scripts' models take more
+
+Kind = Literal["pass", "refused", "wrong", "crash", "hang"]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A strategy and a store: the configuration of the workers, and how many shards their hub has."""
+
+    config: Config
+    shards: int | None = None  # None: without a hub
+    world: int = 2
+    exact: bool = True  # whether all workers make each step of one mean, as one process does
+
+
+def _column(
+    strategy: str,
+    shards: int | None = None,
+    world: int = 2,
+    exact: bool = True,
+    tiers: bool = False,
+    **given: Any,
+) -> Column:
+    sync = Sync(timeout=_TIMEOUT, **given.pop("sync", {}))
+    run = Run(strategy=strategy, elastic=given.pop("elastic", False))
+    config = Config(run=run, sync=sync, memory=_BUDGET if tiers else Memory(), **given)
+    return Column(config, shards, world, exact)
+
+
+def _columns() -> Iterator[tuple[str, Column]]:
+    for tiers in (False, True):
+        name = ", tiers" if tiers else ""
+        column = partial(_column, tiers=tiers)
+        yield f"alone{name}", column("ring", world=1)
+        yield f"ring{name}", column("ring")
+        yield f"hierarchical{name}", column("hierarchical", groups=Groups(count=1))
+        for pace in ("bsp", "ssp", "asp"):
+            yield f"server {pace}{name}", column("server", 1, exact=pace == "bsp", sync={"consistency": pace})
+        yield f"ps-hra{name}", column("ps-hra", 1, sync={"consistency": "bsp"})
+        yield f"peers{name}", column("peers", sync={"stale_max": 0})
+        if not tiers:
+            yield "ring, elastic", column("ring", 0, elastic=True)
+            yield "ps-hra asp", column("ps-hra", 1, exact=False, sync={"consistency": "asp"})
+
+
+COLUMNS: dict[str, Column] = dict(_columns())
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script, and what its head says of it."""
+
+    name: str
+    path: Path
+    title: str  # the first line of its docstring
+    tolerance: float = TOLERANCE
+    sources: tuple[str, ...] = ()  # where users met the case, as owner/repository#number
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What one worker's script has shown, or how it ended."""
+
+    losses: list[float] = field(default_factory=list)
+    values: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A cell of the table: what came, and for all but a pass the line that says why."""
+
+    kind: Kind
+    line: str = ""
+
+
+def scripts() -> dict[str, Script]:
+    """Return the scripts of tests/scripts by name."""
+    return {path.stem: _script(path) for path in sorted(SCRIPTS.glob("*.py")) if path.stem != "trial"}
+
+
+def _script(path: Path) -> Script:
+    text = path.read_text(encoding="utf-8")
+    title = (ast.get_docstring(ast.parse(text)) or "").partition("\n\n")[0]
+    tolerance = re.search(r"^# tolerance: (\S+)", text, re.MULTILINE)
+    return Script(
+        path.stem,
+        path,
+        " ".join(title.split()),
+        float(tolerance[1]) if tolerance else TOLERANCE,
+        tuple(re.findall(r"^# source: (\S+#\d+)", text, re.MULTILINE)),
+    )
+
+
+class Table:
+    """Tries scripts out, and keeps what plain torch gave for each."""
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
+        self._plain: dict[str, Shown] = {}
+
+    def try_out(self, name: str, column: str) -> Outcome:
+        """Run a script under a column's strategy and store, and compare it with plain torch."""
+        script, where = scripts()[name], COLUMNS[column]
+        try:
+            if name not in self._plain:
+                (self._plain[name],) = self._pool.run(_run_plain, script.path, world=1, deadline=DEADLINE)
+        except (JobFailedError, DeadlineError, RunError) as error:
+            raise AssertionError(f"{name} does not train with plain torch: {error}") from None
+        try:
+            found = self._run(script, where)
+        except JobFailedError as error:
+            return _failed(error)
+        except DeadlineError as error:
+            return Outcome("hang", _one_line(str(error)))
+        except RunError as error:  # a process is gone
+            return Outcome("crash", _one_line(str(error)))
+        return compare(self._plain[name], found, script.tolerance if where.exact else None)
+
+    def _run(self, script: Script, where: Column) -> list[Shown]:
+        arguments = (where.config, script.path)
+        if where.shards is None:
+            return self._pool.run(_run_atoll, "", *arguments, world=where.world, deadline=DEADLINE)
+        with ServedRun(where.world, where.shards, codec=where.config.sync.codec) as served:
+            return self._pool.run(
+                _run_atoll, served.address, *arguments, world=where.world, deadline=DEADLINE
+            )
+
+
+def compare(plain: Shown, found: list[Shown], tolerance: float | None) -> Outcome:
+    """Compare what workers have shown with plain torch; with no tolerance, only that they have trained.
+
+    Workers at their own pace make other steps than one process. They must end with finite values, and must
+    have learnt where plain torch has.
+    """
+    losses = torch.tensor([each.losses for each in found], dtype=torch.float64).mean(0)
+    right = torch.tensor(plain.losses, dtype=torch.float64)
+    if losses.shape != right.shape:
+        return Outcome("wrong", f"{losses.numel()} losses, where plain torch has {right.numel()}")
+    if not all(bool(value.isfinite().all()) for each in found for value in [losses, *each.values.values()]):
+        return Outcome("wrong", "a loss or a parameter is not finite")
+    if tolerance is None:
+        half = len(right) // 2
+        falls = half > 0 and right[half:].mean() < 0.8 * right[:half].mean()
+        if falls and not losses[half:].mean() < losses[:half].mean():
+            return Outcome(
+                "wrong", f"the loss goes from {losses[0]:.3g} to {losses[-1]:.3g}, and does not fall"
+            )
+        return Outcome("pass")
+    for worker, each in enumerate(found):
+        for name, value in plain.values.items():
+            other = each.values[name]
+            if other.shape != value.shape:
+                return Outcome(
+                    "wrong", f"worker {worker}: {name} is {tuple(other.shape)}, not {tuple(value.shape)}"
+                )
+            off = float((other - value).abs().max()) if value.numel() else 0.0
+            if not off <= tolerance:
+                return Outcome("wrong", f"worker {worker}: {name} is off by {off:.1e}")
+    off = float((losses - right).abs().max()) if len(right) else 0.0
+    return Outcome("pass") if off <= tolerance else Outcome("wrong", f"losses are off by {off:.1e}")
+
+
+def _failed(error: JobFailedError) -> Outcome:
+    """Classify the failures of a job: the first cause is a refusal, unless a worker failed otherwise.
+
+    Workers end in a chain: one refuses or crashes, and others lose touch with it.
+    """
+    echoes = ("PeerLostError", "DeadlineError", "RunError", "GivenUpError")
+    failures = sorted(error.failures.values(), key=lambda each: each.kind in echoes)
+    first = failures[0]
+    kind = getattr(errors, first.kind, None)
+    line = _one_line(first.message)
+    if kind is not None and issubclass(kind, UserError):
+        return Outcome("refused", line)
+    if first.kind == "DeadlineError":
+        return Outcome("hang", line)
+    return Outcome("crash", line if kind is not None else f"{first.kind}: {line}")
+
+
+def _one_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[0] if lines else ""
+
+
+# -- in the workers' processes -------------------------------------------------------------------------------
+
+
+def _run_plain(_place: Place, path: Path) -> Shown:
+    import trial
+
+    return _run(path, trial.Plain)
+
+
+def _run_atoll(place: Place, address: str, config: Config, path: Path) -> Shown:
+    with ExitStack() as stack:
+        if address:
+            stack.enter_context(served_worker(address, place.rank))
+        if config.memory.is_given:  # bandwidths are not measured anew
+            known = rates()
+            stack.enter_context(patch.object(planning, "measure", lambda *_: known))
+        session: Any = partial(atoll.join, config, place=None if address else place)
+        return _run(path, session)
+
+
+def _run(path: Path, joins: Any) -> Shown:
+    import trial
+
+    with _own_folder(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trial.start(joins)
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+            return Shown(list(trial.losses), dict(trial.values))
+        finally:
+            trial.start(None)
+            torch.set_default_dtype(torch.float32)
+
+
+@contextlib.contextmanager
+def _own_folder() -> Iterator[None]:
+    """Within it the working directory is a new folder, and the scripts' own parts can be imported."""
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        try:
+            yield
+        finally:
+            os.chdir(before)
+
+
+if str(SCRIPTS) not in sys.path:
+    sys.path.append(str(SCRIPTS))
