@@ -11,6 +11,7 @@ on the same batches with Atoll: `join` is then `atoll.join`. What a script has s
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -152,6 +153,6 @@ def perceptron(*widths: int) -> nn.Sequential:
     torch.manual_seed(0)
     sizes = widths or (8, 32, 32, 32, 32, 32, 4)
     layers: list[nn.Module] = []
-    for before, after in zip(sizes, sizes[1:], strict=False):
+    for before, after in itertools.pairwise(sizes):
         layers += [nn.Linear(before, after), nn.Tanh()]
     return nn.Sequential(*layers[:-1]).double()

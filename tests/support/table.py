@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import io
 import os
 import re
 import runpy
@@ -22,7 +23,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from unittest.mock import patch
 
 import msgspec
@@ -167,7 +168,8 @@ class Table:
         arguments = (where.config, script.path)
         if where.shards is None:
             return self._pool.run(_run_atoll, "", *arguments, world=where.world, deadline=DEADLINE)
-        with ServedRun(where.world, where.shards, codec=where.config.sync.codec) as served:
+        quiet = contextlib.redirect_stdout(io.StringIO())  # of what hub and shards say
+        with quiet, ServedRun(where.world, where.shards) as served:
             return self._pool.run(
                 _run_atoll, served.address, *arguments, world=where.world, deadline=DEADLINE
             )
@@ -227,6 +229,99 @@ def _failed(error: JobFailedError) -> Outcome:
 def _one_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[0] if lines else ""
+
+
+# -- the record and the page ---------------------------------------------------------------------------------
+
+
+class Record(msgspec.Struct):
+    """What has been found so far: an outcome for each script and column."""
+
+    torch: str
+    cells: dict[str, dict[str, Outcome]]
+
+    @classmethod
+    def read(cls) -> Record:
+        if not RECORD.exists():
+            return cls(torch.__version__, {})
+        return msgspec.json.decode(RECORD.read_bytes(), type=cls)
+
+    def cell(self, script: str, column: str) -> Outcome | None:
+        return self.cells.get(script, {}).get(column)
+
+    def put(self, script: str, column: str, outcome: Outcome) -> None:
+        self.torch = torch.__version__
+        self.cells.setdefault(script, {})[column] = outcome
+
+    def write(self) -> None:
+        known = {name: self.cells[name] for name in scripts() if name in self.cells}
+        ordered = {name: {each: row[each] for each in COLUMNS if each in row} for name, row in known.items()}
+        RECORD.write_bytes(msgspec.json.format(msgspec.json.encode(Record(self.torch, ordered))) + b"\n")
+
+    def write_page(self) -> None:
+        PAGE.write_text("\n".join(self._lines()) + "\n", encoding="utf-8")
+
+    def _lines(self) -> Iterator[str]:
+        yield from _HEADING.splitlines()
+        found = [cell for row in self.cells.values() for cell in row.values()]
+        yield ""
+        yield f"Found with torch {self.torch}: " + ", ".join(
+            f"{sum(cell.kind == kind for cell in found)} {kind}" for kind in get_args(Kind)
+        )
+        yield ""
+        yield "| script | what it does | " + " | ".join(COLUMNS) + " |"
+        yield "| --- " * (2 + len(COLUMNS)) + "|"
+        lines: dict[str, int] = {}
+        for name, script in scripts().items():
+            row = self.cells.get(name, {})
+            cells = [_cell(row.get(each), lines) for each in COLUMNS]
+            where = "".join(f" ({source})" for source in script.sources)
+            yield (
+                f"| [{name}](../../tests/scripts/{name}.py) | {script.title}{where} | "
+                + " | ".join(cells)
+                + " |"
+            )
+        yield ""
+        yield "## What was said"
+        yield ""
+        for line, number in lines.items():
+            yield f"{number}. {_plain(line)}"
+
+
+def _cell(outcome: Outcome | None, lines: dict[str, int]) -> str:
+    if outcome is None:
+        return ""
+    if outcome.kind == "pass":
+        return "pass"
+    return f"{outcome.kind} {lines.setdefault(_general(outcome.line), len(lines) + 1)}"
+
+
+def _general(line: str) -> str:
+    """Leave out what differs from run to run and from worker to worker."""
+    line = re.sub(r"\(train\.py:\d+\)|/\S+/(?=\w+\.py)", "", line)
+    line = re.sub(r"\bworker \d\b", "worker N", line)
+    return re.sub(r"off by \S+", "off", line)
+
+
+def _plain(line: str) -> str:
+    return line.replace("|", "\\|").replace("<", "&lt;")
+
+
+_HEADING = """# Any script: what trains as in plain torch
+
+This page is written by `make scripts`. Each row is a script of `tests/scripts/`, as its user would write it.
+Each column is a strategy of Atoll and where the model lies: on the device, or in tiers of memory of which the
+device has 24 KiB. Two workers train on the halves of the batches on which one process trains with plain torch.
+
+| cell | meaning |
+| --- | --- |
+| pass | losses and parameters equal plain torch's within 1e-9 (a script may name another tolerance); under `ssp` and `asp`, where workers make steps of their own: all values are finite, and the loss falls |
+| refused | the script ends with one line, which the list below has under the number |
+| wrong | the script ends well with other numbers |
+| crash | the script ends with something other than a line of Atoll's |
+| hang | the script waits until a deadline |
+
+An empty cell has not been tried."""
 
 
 # -- in the workers' processes -------------------------------------------------------------------------------

@@ -1,0 +1,18 @@
+"""backward(create_graph=True): the gradient's own norm is then part of a second loss."""
+
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD
+from trial import batch, join, keep, keep_loss, mine, perceptron
+
+with join() as session:
+    model = perceptron()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    session.prepare(model, optimizer)
+    for step in range(4):
+        x, y = mine(session, *batch(step))
+        loss = cross_entropy(model(x), y)
+        loss.backward(create_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        keep_loss(loss)
+    keep(session, model=model)

@@ -1,0 +1,20 @@
+"""p.data = other in the middle of a step."""
+
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD
+from trial import batch, join, keep, keep_loss, mine, perceptron
+
+with join() as session:
+    model = perceptron()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    session.prepare(model, optimizer)
+    for step in range(4):
+        x, y = mine(session, *batch(step))
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        for p in model.parameters():
+            p.data = p.data * 0.99
+        optimizer.step()
+        optimizer.zero_grad()
+        keep_loss(loss)
+    keep(session, model=model)

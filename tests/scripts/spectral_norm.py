@@ -1,0 +1,22 @@
+"""Spectral norm by parametrization, whose power iteration lies in buffers."""
+
+# source: pytorch/pytorch#8160
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.optim import SGD
+from trial import batch, join, keep, keep_loss, mine, perceptron
+
+with join() as session:
+    model = perceptron()
+    for layer in model[::2]:
+        spectral_norm(layer)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    session.prepare(model, optimizer)
+    for step in range(5):
+        x, y = mine(session, *batch(step))
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        keep_loss(loss)
+    keep(session, model=model)

@@ -1,0 +1,46 @@
+"""Try every script of tests/scripts at every strategy and store, and write docs/reference/any-script.md.
+
+    python tests/scripts_table.py                              # the whole table: `make scripts`
+    python tests/scripts_table.py --columns ring "server bsp" --scripts sgd muon
+    python tests/scripts_table.py --missing                    # only the cells that have not been tried yet
+    python tests/scripts_table.py --page                       # only the page, from what was found before
+
+Each cell is written to docs/reference/any-script.json as it is found, so that a run can be stopped and go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from support.pool import WorkerPool
+from support.table import COLUMNS, Record, Table, scripts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--columns", nargs="*", default=list(COLUMNS), choices=list(COLUMNS))
+    parser.add_argument("--scripts", nargs="*", default=list(scripts()), choices=list(scripts()))
+    parser.add_argument("--missing", action="store_true", help="only cells that have not been tried yet")
+    parser.add_argument("--failing", action="store_true", help="only cells that did not pass")
+    parser.add_argument("--page", action="store_true", help="only write the page")
+    given = parser.parse_args()
+    record = Record.read()
+    with WorkerPool() as pool:
+        table = Table(pool)
+        for column in given.columns if not given.page else []:
+            for name in given.scripts:
+                before = record.cell(name, column)
+                if before is not None and (given.missing or (given.failing and before.kind == "pass")):
+                    continue
+                begin = time.monotonic()
+                outcome = table.try_out(name, column)
+                took = time.monotonic() - begin
+                print(f"{name:24} {column:22} {took:5.1f} s {outcome.kind} {outcome.line}", flush=True)
+                record.put(name, column, outcome)
+                record.write()
+    record.write_page()
+
+
+if __name__ == "__main__":
+    main()
