@@ -13,7 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Containers set it: hundreds of processes of the tests would each compile all of Atoll anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test check soak bench lint clean
+.PHONY: train test check soak scripts bench lint clean
 
 train: $(READY)
 	$(BIN)/atoll run --workers 4 --strategy ps-hra --set groups.count=2 --set sync.consistency=asp \
@@ -32,6 +32,11 @@ soak: $(READY)
 	$(BIN)/python -m pytest -m soak
 	ATOLL_TEST_TRANSPORT=ltp $(BIN)/python -m pytest -m "soak or not soak" \
 		$(wildcard tests/processes/test_survival_*.py)
+
+# Scripts as users write them, at every strategy and store: docs/reference/any-script.md. It can be stopped, and
+# goes on where it was with `python tests/scripts_table.py --missing`.
+scripts: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/scripts_table.py
 
 bench: $(READY)
 	@for script in benchmarks/overhead.py benchmarks/step.py benchmarks/ring.py benchmarks/ring_order.py benchmarks/footprint.py \

@@ -1,5 +1,6 @@
 """An exponential average of the weights by torch's AveragedModel."""
 
+# source: pytorch/pytorch#149138
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn

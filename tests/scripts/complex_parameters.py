@@ -1,5 +1,6 @@
 """Complex parameters: a layer in the frequency domain."""
 
+# source: pytorch/pytorch#71613
 import torch
 from torch import nn
 from trial import drawn, join, keep, keep_loss, mine

@@ -1,5 +1,6 @@
 """A teacher that is a deepcopy of the prepared model and follows it slowly."""
 
+# source: pytorch/pytorch#82070
 import copy
 
 import torch

@@ -1,5 +1,6 @@
 """An exponential average of the weights that is made before prepare."""
 
+# source: pytorch/pytorch#117742
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn

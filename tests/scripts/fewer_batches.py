@@ -1,5 +1,6 @@
 """A worker with fewer batches than the other: it goes on without a batch of its own."""
 
+# source: Lightning-AI/pytorch-lightning#20404
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 from trial import batch, join, keep, mine, perceptron

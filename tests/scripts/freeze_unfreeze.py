@@ -1,5 +1,6 @@
 """The body of a model is frozen for two steps in the middle, and trains again afterwards."""
 
+# source: facebookresearch/audiocraft#260
 from torch.nn.functional import cross_entropy
 from torch.optim import Adam
 from trial import batch, join, keep, keep_loss, mine, perceptron

@@ -1,5 +1,6 @@
 """An iterable data set whose parts are unequal, in a loop over `session.epoch_of`."""
 
+# source: Lightning-AI/litData#233
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 from torch.utils.data import DataLoader, IterableDataset

@@ -1,5 +1,6 @@
 """LoRA: small matrices beside frozen layers; only they are given to the optimizer."""
 
+# source: mosaicml/llm-foundry#414
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy

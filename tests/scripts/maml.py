@@ -1,5 +1,6 @@
 """MAML: an inner step by torch.func, and the outer loss through it."""
 
+# source: learnables/learn2learn#391
 import torch
 from torch.func import functional_call, grad
 from torch.nn.functional import cross_entropy

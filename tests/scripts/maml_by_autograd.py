@@ -1,5 +1,6 @@
 """MAML with torch.autograd.grad(create_graph=True) in place of torch.func."""
 
+# source: pytorch/pytorch#63929
 import torch
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy

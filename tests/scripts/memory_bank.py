@@ -1,5 +1,6 @@
 """Momentum contrast: a key encoder that follows slowly, and a bank of keys in a buffer."""
 
+# source: facebookresearch/fairscale#805
 import torch
 from torch.nn.functional import cross_entropy, normalize
 from torch.optim import SGD

@@ -1,5 +1,6 @@
 """ReduceLROnPlateau, by the loss of all workers."""
 
+# source: lucidrains/DALLE-pytorch#268
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau

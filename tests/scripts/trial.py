@@ -71,7 +71,8 @@ class Plain:
         return self
 
     def __exit__(self, *_: object) -> None:
-        show()
+        if joins is None:
+            show()
 
 
 # The driver sets these for the script that it runs next.

@@ -1,4 +1,4 @@
-"""The table of scripts: each script of tests/scripts trained with plain torch and at every strategy and store.
+"""The table of scripts: each one of tests/scripts trains with plain torch, and at every strategy and store.
 
     table = Table(pool)
     outcome = table.try_out("sgd", "server")    # "pass", "refused", "wrong", "crash" or "hang"
@@ -157,7 +157,7 @@ class Table:
         try:
             found = self._run(script, where)
         except JobFailedError as error:
-            return _failed(error)
+            return outcome_of(error)
         except DeadlineError as error:
             return Outcome("hang", _one_line(str(error)))
         except RunError as error:  # a process is gone
@@ -197,7 +197,9 @@ def compare(plain: Shown, found: list[Shown], tolerance: float | None) -> Outcom
         return Outcome("pass")
     for worker, each in enumerate(found):
         for name, value in plain.values.items():
-            other = each.values[name]
+            other = each.values.get(name)
+            if other is None:
+                return Outcome("wrong", f"worker {worker} has no {name}")
             if other.shape != value.shape:
                 return Outcome(
                     "wrong", f"worker {worker}: {name} is {tuple(other.shape)}, not {tuple(value.shape)}"
@@ -209,7 +211,7 @@ def compare(plain: Shown, found: list[Shown], tolerance: float | None) -> Outcom
     return Outcome("pass") if off <= tolerance else Outcome("wrong", f"losses are off by {off:.1e}")
 
 
-def _failed(error: JobFailedError) -> Outcome:
+def outcome_of(error: JobFailedError) -> Outcome:
     """Classify the failures of a job: the first cause is a refusal, unless a worker failed otherwise.
 
     Workers end in a chain: one refuses or crashes, and others lose touch with it.
@@ -243,14 +245,14 @@ class Record(msgspec.Struct):
     @classmethod
     def read(cls) -> Record:
         if not RECORD.exists():
-            return cls(torch.__version__, {})
+            return cls(str(torch.__version__), {})
         return msgspec.json.decode(RECORD.read_bytes(), type=cls)
 
     def cell(self, script: str, column: str) -> Outcome | None:
         return self.cells.get(script, {}).get(column)
 
     def put(self, script: str, column: str, outcome: Outcome) -> None:
-        self.torch = torch.__version__
+        self.torch = str(torch.__version__)
         self.cells.setdefault(script, {})[column] = outcome
 
     def write(self) -> None:
@@ -310,12 +312,16 @@ def _plain(line: str) -> str:
 _HEADING = """# Any script: what trains as in plain torch
 
 This page is written by `make scripts`. Each row is a script of `tests/scripts/`, as its user would write it.
-Each column is a strategy of Atoll and where the model lies: on the device, or in tiers of memory of which the
-device has 24 KiB. Two workers train on the halves of the batches on which one process trains with plain torch.
+Each column is a strategy of Atoll and where the model lies: on the device, or in tiers of memory of
+which the device has 24 KiB. Two workers train on the halves of the batches on which one process trains with
+plain torch.
+
+Workers under `ssp` and `asp` make steps of their own, at their own pace: there a script passes where all its
+values are finite, and its loss falls if plain torch's does by a fifth.
 
 | cell | meaning |
 | --- | --- |
-| pass | losses and parameters equal plain torch's within 1e-9 (a script may name another tolerance); under `ssp` and `asp`, where workers make steps of their own: all values are finite, and the loss falls |
+| pass | losses and parameters equal plain torch's within 1e-9, or the tolerance that the script names |
 | refused | the script ends with one line, which the list below has under the number |
 | wrong | the script ends well with other numbers |
 | crash | the script ends with something other than a line of Atoll's |

@@ -1,0 +1,69 @@
+"""The table of scripts tells a pass from what is no pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from support.pool import Failure, JobFailedError
+from support.table import Shown, compare, outcome_of, scripts
+
+
+def shown(losses: list[float], value: float) -> Shown:
+    return Shown(losses, {"model.weight": torch.tensor([1.0, value])})
+
+
+PLAIN = shown([4.0, 2.0], 3.0)
+
+
+@pytest.mark.parametrize(
+    ("found", "kind"),
+    [
+        ([shown([5.0, 2.0], 3.0), shown([3.0, 2.0], 3.0)], "pass"),  # of the halves of a batch
+        ([shown([4.0, 2.0], 3.0 + 5e-10)], "pass"),
+        ([shown([4.0, 2.0], 3.0), shown([4.0, 2.0], 3.1)], "wrong"),
+        ([shown([4.0, 2.0], float("nan"))], "wrong"),
+        ([shown([4.0, 2.1], 3.0)], "wrong"),
+        ([shown([4.0], 3.0)], "wrong"),
+        ([Shown([4.0, 2.0], {"model.weight": torch.ones(3)})], "wrong"),
+        ([Shown([4.0, 2.0], {})], "wrong"),
+    ],
+)
+def test_losses_and_every_worker_s_values_are_compared(found: list[Shown], kind: str) -> None:
+    assert compare(PLAIN, found, 1e-9).kind == kind
+
+
+@pytest.mark.parametrize(
+    ("found", "kind"),
+    [
+        ([shown([4.0, 3.5], 2.0)], "pass"),  # steps of their own, and it learns
+        ([shown([4.0, 4.5], 2.0)], "wrong"),
+        ([shown([4.0, float("inf")], 2.0)], "wrong"),
+    ],
+)
+def test_workers_at_their_own_pace_must_learn(found: list[Shown], kind: str) -> None:
+    assert compare(PLAIN, found, None).kind == kind
+
+
+@pytest.mark.parametrize(
+    ("kinds", "kind"),
+    [
+        (["PeerLostError", "PrepareError"], "refused"),  # the refusal came first, and the other lost touch
+        (["PrepareError", "PrepareError"], "refused"),
+        (["PeerLostError", "RuntimeError"], "crash"),
+        (["DeadlineError", "DeadlineError"], "hang"),
+        (["PeerLostError"], "crash"),
+    ],
+)
+def test_the_first_cause_says_how_a_script_failed(kinds: list[str], kind: str) -> None:
+    failures = {rank: Failure(rank, name, f"{name} of it\nmore", "") for rank, name in enumerate(kinds)}
+    assert outcome_of(JobFailedError(failures)).kind == kind
+
+
+def test_there_are_enough_scripts_and_each_says_what_it_does() -> None:
+    found = scripts()
+    assert len(found) >= 80
+    assert sum(bool(script.sources) for script in found.values()) >= 20
+    for script in found.values():
+        assert script.title.endswith("."), script.path
+        assert len(script.path.read_text(encoding="utf-8").splitlines()) <= 70, script.path
