@@ -13,7 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Containers set it: hundreds of processes of the tests would each compile all of Atoll anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test check soak scripts bench lint clean
+.PHONY: train test check soak scripts scripts-rivals bench lint clean
 
 train: $(READY)
 	$(BIN)/atoll run --workers 4 --strategy ps-hra --set groups.count=2 --set sync.consistency=asp \
@@ -37,6 +37,9 @@ soak: $(READY)
 # goes on where it was with `python tests/scripts_table.py --missing`.
 scripts: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/scripts_table.py
+
+scripts-rivals: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/scripts_table.py --columns DDP FSDP2
 
 bench: $(READY)
 	@for script in benchmarks/overhead.py benchmarks/step.py benchmarks/ring.py benchmarks/ring_order.py benchmarks/footprint.py \

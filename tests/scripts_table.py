@@ -14,12 +14,13 @@ import argparse
 import time
 
 from support.pool import WorkerPool
-from support.table import COLUMNS, Record, Table, scripts
+from support.rivals import RIVALS
+from support.table import COLUMNS, PAGE, Record, Table, scripts
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--columns", nargs="*", default=list(COLUMNS), choices=list(COLUMNS))
+    parser.add_argument("--columns", nargs="*", default=list(COLUMNS), choices=[*COLUMNS, *RIVALS])
     parser.add_argument("--scripts", nargs="*", default=list(scripts()), choices=list(scripts()))
     parser.add_argument("--missing", action="store_true", help="only cells that have not been tried yet")
     parser.add_argument("--failing", action="store_true", help="only cells that did not pass")
@@ -34,12 +35,16 @@ def main() -> None:
                 if before is not None and (given.missing or (given.failing and before.kind == "pass")):
                     continue
                 begin = time.monotonic()
-                outcome = table.try_out(name, column)
+                try:
+                    outcome = table.try_out(name, column)
+                except AssertionError as error:
+                    print(f"{name:24} {error}", flush=True)
+                    continue
                 took = time.monotonic() - begin
                 print(f"{name:24} {column:22} {took:5.1f} s {outcome.kind} {outcome.line}", flush=True)
                 record.put(name, column, outcome)
                 record.write()
-    record.write_page()
+    PAGE.write_text(record.page(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -112,7 +112,8 @@ def keep(session: Any, **models: Any) -> None:
     for name, model in models.items():
         held = dict(model.named_parameters()) if isinstance(model, nn.Module) else {"": model}
         for key, value in held.items():
-            values[f"{name}.{key}" if key else name] = torch.as_tensor(value).detach().clone()
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else torch.as_tensor(value)
+            values[f"{name}.{key}" if key else name] = whole.detach().clone()
 
 
 def show() -> None:

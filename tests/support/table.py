@@ -38,6 +38,7 @@ from atoll.core.memory import Memory
 from atoll.memory import planning
 from atoll.train.api.place import Place
 from support.pool import JobFailedError, WorkerPool
+from support.rivals import RIVALS, Rival
 from support.served import ServedRun, served_worker
 from support.tight import rates
 
@@ -48,6 +49,9 @@ TOLERANCE = 1e-9  # between losses and parameters of plain torch and of Atoll, u
 DEADLINE = 150.0  # seconds; a script takes about one on a machine that does nothing else
 _TIMEOUT = "60s"
 _BUDGET = Memory(device="24KiB", chunk="4096", step="host")  # most scripts' models take more
+
+# A refusal's way out: "..., 40960 bytes (40 KiB) would do"
+_LEAST = re.compile(r"(\d+) bytes \([^)]*\) would do")
 
 Kind = Literal["pass", "refused", "wrong", "crash", "hang"]
 
@@ -115,10 +119,14 @@ class Shown:
 
 
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A cell of the table: what came, and for all but a pass the line that says why."""
+    """A cell of the table: what came, and for all but a pass the line that says why.
+
+    `budget` is the least memory.device that would do, as a refusal named it, with which the script then ran.
+    """
 
     kind: Kind
     line: str = ""
+    budget: str = ""
 
 
 def scripts() -> dict[str, Script]:
@@ -148,24 +156,39 @@ class Table:
 
     def try_out(self, name: str, column: str) -> Outcome:
         """Run a script under a column's strategy and store, and compare it with plain torch."""
-        script, where = scripts()[name], COLUMNS[column]
+        script = scripts()[name]
         try:
             if name not in self._plain:
                 (self._plain[name],) = self._pool.run(_run_plain, script.path, world=1, deadline=DEADLINE)
         except (JobFailedError, DeadlineError, RunError) as error:
             raise AssertionError(f"{name} does not train with plain torch: {error}") from None
+        found = self._outcome(script, column, "")
+        least = _LEAST.search(found.line) if found.kind == "refused" else None
+        if least is None:
+            return found
+        budget = f"{-(-int(least[1]) // 1024)}KiB"
+        return msgspec.structs.replace(self._outcome(script, column, budget), budget=budget)
+
+    def _outcome(self, script: Script, column: str, budget: str) -> Outcome:
         try:
-            found = self._run(script, where)
+            found = self._run(script, column, budget)
         except JobFailedError as error:
             return outcome_of(error)
         except DeadlineError as error:
             return Outcome("hang", _one_line(str(error)))
         except RunError as error:  # a process is gone
             return Outcome("crash", _one_line(str(error)))
-        return compare(self._plain[name], found, script.tolerance if where.exact else None)
+        exact = column in RIVALS or COLUMNS[column].exact
+        return compare(self._plain[script.name], found, script.tolerance if exact else None)
 
-    def _run(self, script: Script, where: Column) -> list[Shown]:
-        arguments = (where.config, script.path)
+    def _run(self, script: Script, column: str, budget: str) -> list[Shown]:
+        if column in RIVALS:
+            return self._pool.run(_run_rival, column, script.path, world=2, deadline=DEADLINE)
+        where = COLUMNS[column]
+        memory = where.config.memory
+        if budget:
+            memory = msgspec.structs.replace(memory, device=budget)
+        arguments = (msgspec.structs.replace(where.config, memory=memory), script.path)
         if where.shards is None:
             return self._pool.run(_run_atoll, "", *arguments, world=where.world, deadline=DEADLINE)
         quiet = contextlib.redirect_stdout(io.StringIO())  # of what hub and shards say
@@ -256,36 +279,49 @@ class Record(msgspec.Struct):
         self.cells.setdefault(script, {})[column] = outcome
 
     def write(self) -> None:
-        known = {name: self.cells[name] for name in scripts() if name in self.cells}
-        ordered = {name: {each: row[each] for each in COLUMNS if each in row} for name, row in known.items()}
+        columns = (*COLUMNS, *RIVALS)
+        rows = {name: self.cells[name] for name in scripts() if name in self.cells}
+        ordered = {name: {each: row[each] for each in columns if each in row} for name, row in rows.items()}
         RECORD.write_bytes(msgspec.json.format(msgspec.json.encode(Record(self.torch, ordered))) + b"\n")
 
-    def write_page(self) -> None:
-        PAGE.write_text("\n".join(self._lines()) + "\n", encoding="utf-8")
+    def page(self) -> str:
+        """Return the page as text."""
+        return "\n".join(self._lines()) + "\n"
 
     def _lines(self) -> Iterator[str]:
         yield from _HEADING.splitlines()
-        found = [cell for row in self.cells.values() for cell in row.values()]
         yield ""
-        yield f"Found with torch {self.torch}: " + ", ".join(
-            f"{sum(cell.kind == kind for cell in found)} {kind}" for kind in get_args(Kind)
-        )
+        yield f"Found with torch {self.torch}."
         yield ""
-        yield "| script | what it does | " + " | ".join(COLUMNS) + " |"
-        yield "| --- " * (2 + len(COLUMNS)) + "|"
+        yield "| | tried | " + " | ".join(get_args(Kind)) + " |"
+        yield "| --- " * (2 + len(get_args(Kind))) + "|"
+        groups = {
+            "The model on the device": [each for each in COLUMNS if not each.endswith("tiers")],
+            "The model in tiers of memory": [each for each in COLUMNS if each.endswith("tiers")],
+            "Torch's own": list(RIVALS),
+        }
+        for title, columns in groups.items():
+            kinds = [row[each].kind for row in self.cells.values() for each in columns if each in row]
+            counts = " | ".join(str(kinds.count(kind)) for kind in get_args(Kind))
+            yield f"| {title.lower()} | {len(kinds)} | {counts} |"
         lines: dict[str, int] = {}
+        for title, columns in groups.items():
+            yield from ["", f"## {title}", "", "| script | " + " | ".join(columns) + " |"]
+            yield "| --- " * (1 + len(columns)) + "|"
+            for name in scripts():
+                row = self.cells.get(name, {})
+                cells = " | ".join(_cell(row.get(each), lines) for each in columns)
+                yield f"| [{name}](../../tests/scripts/{name}.py) | {cells} |"
+        yield from [
+            "",
+            "## What each script does",
+            "",
+            "| script | | met by users in |",
+            "| --- | --- | --- |",
+        ]
         for name, script in scripts().items():
-            row = self.cells.get(name, {})
-            cells = [_cell(row.get(each), lines) for each in COLUMNS]
-            where = "".join(f" ({source})" for source in script.sources)
-            yield (
-                f"| [{name}](../../tests/scripts/{name}.py) | {script.title}{where} | "
-                + " | ".join(cells)
-                + " |"
-            )
-        yield ""
-        yield "## What was said"
-        yield ""
+            yield f"| {name} | {script.title} | {', '.join(script.sources)} |"
+        yield from ["", "## What was said", ""]
         for line, number in lines.items():
             yield f"{number}. {_plain(line)}"
 
@@ -294,7 +330,7 @@ def _cell(outcome: Outcome | None, lines: dict[str, int]) -> str:
     if outcome is None:
         return ""
     if outcome.kind == "pass":
-        return "pass"
+        return f"pass with {outcome.budget}" if outcome.budget else "pass"
     return f"{outcome.kind} {lines.setdefault(_general(outcome.line), len(lines) + 1)}"
 
 
@@ -322,6 +358,7 @@ values are finite, and its loss falls if plain torch's does by a fifth.
 | cell | meaning |
 | --- | --- |
 | pass | losses and parameters equal plain torch's within 1e-9, or the tolerance that the script names |
+| pass with a budget | 24 KiB were refused; with the budget that the refusal named the script passes |
 | refused | the script ends with one line, which the list below has under the number |
 | wrong | the script ends well with other numbers |
 | crash | the script ends with something other than a line of Atoll's |
@@ -337,6 +374,10 @@ def _run_plain(_place: Place, path: Path) -> Shown:
     import trial
 
     return _run(path, trial.Plain)
+
+
+def _run_rival(place: Place, kind: str, path: Path) -> Shown:
+    return _run(path, partial(Rival, kind, place))
 
 
 def _run_atoll(place: Place, address: str, config: Config, path: Path) -> Shown:

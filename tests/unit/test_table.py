@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from support.pool import Failure, JobFailedError
-from support.table import Shown, compare, outcome_of, scripts
+from support.table import PAGE, Record, Shown, compare, outcome_of, scripts
 
 
 def shown(losses: list[float], value: float) -> Shown:
@@ -67,3 +67,7 @@ def test_there_are_enough_scripts_and_each_says_what_it_does() -> None:
     for script in found.values():
         assert script.title.endswith("."), script.path
         assert len(script.path.read_text(encoding="utf-8").splitlines()) <= 70, script.path
+
+
+def test_the_page_is_made_from_what_was_found() -> None:
+    assert PAGE.read_text(encoding="utf-8") == Record.read().page(), "python tests/scripts_table.py --page"
