@@ -8,7 +8,7 @@ from trial import batch, join, keep, keep_loss, mine, perceptron
 
 with join() as session:
     model = perceptron(8, 64, 64, 64, 4).to(torch.bfloat16)
-    optimizer = SGD(model.parameters(), lr=0.05)
+    optimizer = SGD(model.parameters(), lr=0.5)
     session.prepare(model, optimizer)
     for step in range(4):
         x, y = mine(session, *batch(step))

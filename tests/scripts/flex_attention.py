@@ -1,4 +1,4 @@
-"""FlexAttention with a score of the script's own."""
+"""FlexAttention with a score of the script's own, in frozen layers: torch has no backward of it on a CPU."""
 
 import torch
 from torch import nn
@@ -10,7 +10,8 @@ class Attention(nn.Module):
     def __init__(self):
         super().__init__()
         self.inside, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
-        self.slopes = nn.Parameter(torch.tensor([0.5, 0.25]))
+        self.slopes = torch.tensor([0.5, 0.25])
+        self.inside.requires_grad_(False)
 
     def forward(self, x):
         rows, length, _ = x.shape
