@@ -7,7 +7,7 @@ from trial import batch, join, keep, keep_loss, mine, perceptron
 
 with join() as session:
     model = perceptron()
-    optimizer = Adam(model.parameters(), lr=torch.tensor(0.01), foreach=False)
+    optimizer = Adam(model.parameters(), lr=torch.tensor(0.01, dtype=torch.float64), foreach=False)
     session.prepare(model, optimizer)
     for step in range(6):
         x, y = mine(session, *batch(step))

@@ -35,9 +35,10 @@ from atoll.core import errors
 from atoll.core.config import Config, Groups, Run, Sync
 from atoll.core.errors import DeadlineError, RunError, UserError
 from atoll.core.memory import Memory
+from atoll.launch.ports import free_port
 from atoll.memory import planning
 from atoll.train.api.place import Place
-from support.pool import JobFailedError, WorkerPool
+from support.pool import LOOPBACK, JobFailedError, WorkerPool
 from support.rivals import RIVALS, Rival
 from support.served import ServedRun, served_worker
 from support.tight import rates
@@ -190,12 +191,12 @@ class Table:
             memory = msgspec.structs.replace(memory, device=budget)
         arguments = (msgspec.structs.replace(where.config, memory=memory), script.path)
         if where.shards is None:
-            return self._pool.run(_run_atoll, "", *arguments, world=where.world, deadline=DEADLINE)
+            address = f"{LOOPBACK}:{free_port()}"  # as torchrun gives it
+            return self._pool.run(_run_ring, address, *arguments, world=where.world, deadline=DEADLINE)
         quiet = contextlib.redirect_stdout(io.StringIO())  # of what hub and shards say
         with quiet, ServedRun(where.world, where.shards) as served:
-            return self._pool.run(
-                _run_atoll, served.address, *arguments, world=where.world, deadline=DEADLINE
-            )
+            address = served.address
+            return self._pool.run(_run_served, address, *arguments, world=where.world, deadline=DEADLINE)
 
 
 def compare(plain: Shown, found: list[Shown], tolerance: float | None) -> Outcome:
@@ -380,15 +381,26 @@ def _run_rival(place: Place, kind: str, path: Path) -> Shown:
     return _run(path, partial(Rival, kind, place))
 
 
-def _run_atoll(place: Place, address: str, config: Config, path: Path) -> Shown:
+def _run_ring(place: Place, address: str, config: Config, path: Path) -> Shown:
+    """Run a script with torchrun's variables, without a hub."""
+    host, _, port = address.rpartition(":")
+    torchrun = {"MASTER_ADDR": host, "MASTER_PORT": port}
+    with patch.dict(os.environ, torchrun, RANK=str(place.rank), WORLD_SIZE=str(place.world)):
+        return _run_atoll(config, place, path)
+
+
+def _run_served(place: Place, address: str, config: Config, path: Path) -> Shown:
+    """Run a script through the hub at `address`."""
+    with served_worker(address, place.rank):
+        return _run_atoll(config, None, path)
+
+
+def _run_atoll(config: Config, place: Place | None, path: Path) -> Shown:
     with ExitStack() as stack:
-        if address:
-            stack.enter_context(served_worker(address, place.rank))
         if config.memory.is_given:  # bandwidths are not measured anew
             known = rates()
             stack.enter_context(patch.object(planning, "measure", lambda *_: known))
-        session: Any = partial(atoll.join, config, place=None if address else place)
-        return _run(path, session)
+        return _run(path, partial(atoll.join, config, place=place))
 
 
 def _run(path: Path, joins: Any) -> Shown:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from atoll.tensors.binding import BoundChunk
 
 _HEAD = 64  # elements
+_FIRST_LOOKS, _THEN_EVERY = 8, 64
 
 
 class ChangedParameters:
@@ -19,6 +20,7 @@ class ChangedParameters:
     """
 
     def __init__(self, bound: BoundChunk) -> None:
+        self._bound = bound
         self._slots = [
             (slot.offset, slot.offset + slot.numel, parameter)
             for slot, parameter in zip(bound.chunk.slots, bound.parameters, strict=True)
@@ -40,6 +42,28 @@ class ChangedParameters:
             for index, (begin, end, parameter) in enumerate(self._slots)
             if end > new.numel() or heads[index] or not same_bits(former[begin:end], new[begin:end])
         ]
+
+    def names_between(self, former: Tensor, new: Tensor) -> list[str]:
+        """Return the names of the parameters that `between` returns."""
+        changed = set(map(id, self.between(former, new)))
+        named = zip(self._bound.names, self._bound.parameters, strict=True)
+        return [name for name, parameter in named if id(parameter) in changed]
+
+
+class Looks:
+    """Decides when values are compared with those that were written last.
+
+    A write through `p.data` raises no version, and a comparison reads all values. A script that makes such
+    writes makes them in most steps: the first looks compare, and later ones seldom.
+    """
+
+    def __init__(self) -> None:
+        self._made = 0
+
+    def compares(self) -> bool:
+        """Count a look, and return whether it compares values."""
+        self._made += 1
+        return self._made <= _FIRST_LOOKS or self._made % _THEN_EVERY == 0
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

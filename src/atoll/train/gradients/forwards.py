@@ -80,13 +80,15 @@ class _Reached:
 
 class BesideCompiled(LeftBehind):
     """A module hook that runs in Python beside a compiled forward, and that a copied or saved module leaves
-    behind."""
+    behind. torch.export's forward does without it: other parameters stand in the place of the model's then."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         super().__init__(function)
         self._outside = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
 
     def __call__(self, *arguments: Any) -> None:
+        if torch.compiler.is_exporting():
+            return
         if torch.compiler.is_dynamo_compiling():
             self._outside(*arguments)
         else:

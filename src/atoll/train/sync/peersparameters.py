@@ -6,7 +6,7 @@ lent by the CPU side (`Lent`). Source: docs/peers.md, "What a step does".
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -17,7 +17,7 @@ from atoll.exchange.hostmemory import HostMemory
 from atoll.memory.lent import LentModel, Turns
 from atoll.memory.payloads import Payloads, TensorPayloads
 from atoll.tensors.binding import BoundChunk, Buffer
-from atoll.tensors.changed import ChangedParameters
+from atoll.tensors.changed import ChangedParameters, Looks
 from atoll.tensors.torch_compat import version_of
 from atoll.train.sync.peersworker import NodeWorker
 from atoll.wire.device import Freed, Published, Release, Returned
@@ -69,7 +69,7 @@ class OnDevice:
     def __init__(self, chunks: Sequence[BoundChunk], leads: bool) -> None:
         self._chunks, self._leads = chunks, leads
         self._slots: list[dict[int, Buffer]] = []  # by slot and chunk: the memory for gradients
-        self._versions = self._seen()
+        self._versions, self._looks = self._seen(), Looks()
         self._comparing = [ChangedParameters(bound) for bound in chunks]
 
     def attach(self, memory: HostMemory, iteration: int) -> None:
@@ -105,7 +105,15 @@ class OnDevice:
 
     def changed(self, copied: Mapping[int, Tensor]) -> list[str]:
         seen = zip(self._versions, self._seen(), strict=True)
-        return [name for (name, before), (_, now) in seen if before != now and self._differs(name, copied)]
+        found = [name for (name, before), (_, now) in seen if before != now and self._differs(name, copied)]
+        return found if found or not self._looks.compares() else list(self._changed_unseen(copied))
+
+    def _changed_unseen(self, copied: Mapping[int, Tensor]) -> Iterator[str]:
+        """Yield the names of parameters whose values the script has changed without a new version."""
+        for bound, comparing in zip(self._chunks, self._comparing, strict=True):
+            values = copied.get(bound.chunk.id)
+            if values is not None:
+                yield from comparing.names_between(values, bound.flat[: bound.chunk.extent].cpu())
 
     def _seen(self) -> list[tuple[str, int]]:
         return [

@@ -18,7 +18,7 @@ from torch import Tensor
 from atoll.exchange.coding import bytes_of
 from atoll.net.returning import MOST_UNDER_WAY, Made, Payload
 from atoll.tensors.binding import BoundChunk, Buffer
-from atoll.tensors.changed import ChangedParameters
+from atoll.tensors.changed import ChangedParameters, Looks
 from atoll.tensors.torch_compat import version_of
 from atoll.train.gradients.messages import BucketChunk
 from atoll.train.gradients.reducer import Clipping
@@ -150,7 +150,7 @@ class Resident:
         # By chunk: the latest values, and for each slot whether its parameter has them:
         self._rest: dict[int, tuple[Tensor, Sequence[bool]]] = {}
         self._comparing = {bound.chunk.id: ChangedParameters(bound) for bound in chunks}
-        self._versions = self._seen()
+        self._versions, self._looks = self._seen(), Looks()
 
     def close(self) -> None:
         self._outgoing.clear()
@@ -249,10 +249,11 @@ class Resident:
         for (name, version), (_, now) in zip(self._versions, self._seen(), strict=True):
             if version != now and self._differs(name):
                 return name
-        return ""
+        return self._changed_unseen() if self._looks.compares() else ""
 
     def forget_changes(self) -> None:
         self._versions = self._seen()
+        self._written.clear()
 
     def begin_values(self) -> None:
         """Do nothing: values are written one chunk after the other."""
@@ -295,6 +296,16 @@ class Resident:
             for bound in self._bounds
             for name, parameter in zip(bound.names, bound.parameters, strict=True)
         ]
+
+    def _changed_unseen(self) -> str:
+        """Return the name of a parameter whose values the script has changed without a new version."""
+        for bound in self._bounds:
+            values = self._written.get(bound.chunk.id)
+            if values is not None:
+                now = bound.flat[: values.numel()].cpu()
+                for name in self._comparing[bound.chunk.id].names_between(values, now):
+                    return name
+        return ""
 
     def _differs(self, name: str) -> bool:
         bound = next(bound for bound in self._bounds if name in bound.names)
