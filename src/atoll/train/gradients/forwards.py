@@ -80,7 +80,7 @@ class _Reached:
 
 class BesideCompiled(LeftBehind):
     """A module hook that runs in Python beside a compiled forward, and that a copied or saved module leaves
-    behind. torch.export's forward does without it: other parameters stand in the place of the model's then."""
+    behind. A forward of torch.export does without: other parameters stand in the place of the model's."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         super().__init__(function)
