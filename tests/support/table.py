@@ -189,14 +189,16 @@ class Table:
         memory = where.config.memory
         if budget:
             memory = msgspec.structs.replace(memory, device=budget)
-        arguments = (msgspec.structs.replace(where.config, memory=memory), script.path)
+        arguments: tuple[Any, ...] = (msgspec.structs.replace(where.config, memory=memory), script.path)
+        master = str(
+            free_port()
+        )  # for a process group of the script's own, as torchrun and `atoll run` give it
         if where.shards is None:
-            address = f"{LOOPBACK}:{free_port()}"  # as torchrun gives it
-            return self._pool.run(_run_ring, address, *arguments, world=where.world, deadline=DEADLINE)
+            return self._pool.run(_run_ring, master, *arguments, world=where.world, deadline=DEADLINE)
         quiet = contextlib.redirect_stdout(io.StringIO())  # of what hub and shards say
         with quiet, ServedRun(where.world, where.shards) as served:
-            address = served.address
-            return self._pool.run(_run_served, address, *arguments, world=where.world, deadline=DEADLINE)
+            arguments = (served.address, *arguments)
+            return self._pool.run(_run_served, master, *arguments, world=where.world, deadline=DEADLINE)
 
 
 def compare(plain: Shown, found: list[Shown], tolerance: float | None) -> Outcome:
@@ -381,25 +383,22 @@ def _run_rival(place: Place, kind: str, path: Path) -> Shown:
     return _run(path, partial(Rival, kind, place))
 
 
-def _run_ring(place: Place, address: str, config: Config, path: Path) -> Shown:
-    """Run a script with torchrun's variables, without a hub."""
-    host, _, port = address.rpartition(":")
-    torchrun = {"MASTER_ADDR": host, "MASTER_PORT": port}
-    with patch.dict(os.environ, torchrun, RANK=str(place.rank), WORLD_SIZE=str(place.world)):
-        return _run_atoll(config, place, path)
+def _run_ring(place: Place, master: str, config: Config, path: Path) -> Shown:
+    return _run_atoll(master, config, place, path)
 
 
-def _run_served(place: Place, address: str, config: Config, path: Path) -> Shown:
-    """Run a script through the hub at `address`."""
+def _run_served(place: Place, master: str, address: str, config: Config, path: Path) -> Shown:
     with served_worker(address, place.rank):
-        return _run_atoll(config, None, path)
+        return _run_atoll(master, config, None, path)
 
 
-def _run_atoll(config: Config, place: Place | None, path: Path) -> Shown:
+def _run_atoll(master: str, config: Config, place: Place | None, path: Path) -> Shown:
     with ExitStack() as stack:
         if config.memory.is_given:  # bandwidths are not measured anew
             known = rates()
             stack.enter_context(patch.object(planning, "measure", lambda *_: known))
+        launched = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": master}
+        stack.enter_context(patch.dict(os.environ, launched))
         return _run(path, partial(atoll.join, config, place=place))
 
 
