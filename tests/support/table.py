@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib
 import io
 import os
 import re
@@ -373,10 +374,13 @@ An empty cell has not been tried."""
 # -- in the workers' processes -------------------------------------------------------------------------------
 
 
-def _run_plain(_place: Place, path: Path) -> Shown:
-    import trial
+def _trial() -> Any:
+    """Return the scripts' own module, of which mypy knows nothing."""
+    return importlib.import_module("trial")
 
-    return _run(path, trial.Plain)
+
+def _run_plain(_place: Place, path: Path) -> Shown:
+    return _run(path, _trial().Plain)
 
 
 def _run_rival(place: Place, kind: str, path: Path) -> Shown:
@@ -403,8 +407,7 @@ def _run_atoll(master: str, config: Config, place: Place | None, path: Path) -> 
 
 
 def _run(path: Path, joins: Any) -> Shown:
-    import trial
-
+    trial = _trial()
     with _own_folder(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trial.start(joins)
