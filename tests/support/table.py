@@ -53,6 +53,7 @@ _TIMEOUT = "60s"
 _BUDGET = Memory(device="24KiB", chunk="4096", step="host")  # most scripts' models take more
 
 # A refusal's way out: "..., 40960 bytes (40 KiB) would do"
+_RAISED = "48KiB"  # for a refusal that names none: "raise memory.device"
 _LEAST = re.compile(r"(\d+) bytes \([^)]*\) would do")
 
 Kind = Literal["pass", "refused", "wrong", "crash", "hang"]
@@ -123,7 +124,7 @@ class Shown:
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     """A cell of the table: what came, and for all but a pass the line that says why.
 
-    `budget` is the least memory.device that would do, as a refusal named it, with which the script then ran.
+    `budget` is the memory.device with which the script ran in the end, since a refusal asked for more.
     """
 
     kind: Kind
@@ -165,11 +166,10 @@ class Table:
         except (JobFailedError, DeadlineError, RunError) as error:
             raise AssertionError(f"{name} does not train with plain torch: {error}") from None
         found = self._outcome(script, column, "")
-        least = _LEAST.search(found.line) if found.kind == "refused" else None
-        if least is None:
-            return found
-        budget = f"{-(-int(least[1]) // 1024)}KiB"
-        return msgspec.structs.replace(self._outcome(script, column, budget), budget=budget)
+        budget = _budget_named_in(found)
+        return (
+            msgspec.structs.replace(self._outcome(script, column, budget), budget=budget) if budget else found
+        )
 
     def _outcome(self, script: Script, column: str, budget: str) -> Outcome:
         try:
@@ -200,6 +200,14 @@ class Table:
         with quiet, ServedRun(where.world, where.shards) as served:
             arguments = (served.address, *arguments)
             return self._pool.run(_run_served, master, *arguments, world=where.world, deadline=DEADLINE)
+
+
+def _budget_named_in(found: Outcome) -> str:
+    """Return the memory.device with which a refusal's way out is followed; empty if it names none."""
+    least = _LEAST.search(found.line) if found.kind == "refused" else None
+    if least is not None:
+        return f"{-(-int(least[1]) // 1024)}KiB"
+    return _RAISED if found.kind == "refused" and "raise memory.device" in found.line else ""
 
 
 def compare(plain: Shown, found: list[Shown], tolerance: float | None) -> Outcome:
@@ -362,7 +370,7 @@ values are finite, and its loss falls if plain torch's does by a fifth.
 | cell | meaning |
 | --- | --- |
 | pass | losses and parameters equal plain torch's within 1e-9, or the tolerance that the script names |
-| pass with a budget | 24 KiB were refused; with the budget that the refusal named the script passes |
+| pass with a budget | 24 KiB were refused; the script passes with the budget that the line asked for |
 | refused | the script ends with one line, which the list below has under the number |
 | wrong | the script ends well with other numbers |
 | crash | the script ends with something other than a line of Atoll's |
