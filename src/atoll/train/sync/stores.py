@@ -147,6 +147,7 @@ class Resident:
         self._shown: list[tuple[Tensor | None, int]] = []
         self._outgoing: dict[tuple[int, int], Buffer] = {}  # by chunk and turn: copies on their way
         self._written: dict[int, Tensor] = {}  # by chunk: the values that were written into the parameters
+        self._is_written: set[int] = set()  # chunks that hold what was written into them
         # By chunk: the latest values, and for each slot whether its parameter has them:
         self._rest: dict[int, tuple[Tensor, Sequence[bool]]] = {}
         self._comparing = {bound.chunk.id: ChangedParameters(bound) for bound in chunks}
@@ -253,7 +254,7 @@ class Resident:
 
     def forget_changes(self) -> None:
         self._versions = self._seen()
-        self._written.clear()
+        self._is_written.clear()
 
     def begin_values(self) -> None:
         """Do nothing: values are written one chunk after the other."""
@@ -268,6 +269,7 @@ class Resident:
                 values[run] = former[run]
         changed = self._comparing[bound.chunk.id].between(former, values)
         self._written[bound.chunk.id] = values
+        self._is_written.add(bound.chunk.id)
         bound.flat[: values.numel()].copy_(values)
         if changed:
             torch.autograd.graph.increment_version(changed)
@@ -300,8 +302,8 @@ class Resident:
     def _changed_unseen(self) -> str:
         """Return the name of a parameter whose values the script has changed without a new version."""
         for bound in self._bounds:
-            values = self._written.get(bound.chunk.id)
-            if values is not None:
+            if bound.chunk.id in self._is_written:
+                values = self._written[bound.chunk.id]
                 now = bound.flat[: values.numel()].cpu()
                 for name in self._comparing[bound.chunk.id].names_between(values, now):
                     return name
