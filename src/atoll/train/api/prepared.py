@@ -371,7 +371,7 @@ class Prepared:
         """
         check_max_norm(max_norm, norm_type)
         if any(map(self._follows, self.sets)):
-            self.reducer.sum.followed()
+            self.reducer.sum.before_step(follows=True)
         else:
             self.reducer.before_step()
         norm = self.reducer.clip(
@@ -487,7 +487,7 @@ class Prepared:
             self._steps.begins(of, self.reducer.consumed)
         of.follows = self._follows(of)
         if of.follows:
-            self.reducer.sum.followed()
+            self.reducer.sum.before_step(follows=True)
         else:
             self.reducer.before_step()
 
@@ -538,7 +538,7 @@ class Prepared:
         if not of.follows:
             self.reducer.after_step()
         if not any(each.waits for each in self.sets):
-            self.reducer.all_stepped()
+            self.reducer.sum.all_stepped()
         self._steps.stepped(self, of)
         if not of.follows:
             self.samples.reset()

@@ -275,10 +275,6 @@ class Reducer:
         self.drop_kept()
         self.sum.stepped(self.steps - 1)
 
-    def all_stepped(self) -> None:
-        """Note that each of the model's optimizers has stepped since the latest reduction."""
-        self.sum.all_stepped()
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state with which a resumed run goes on as this one would, to the bit."""
         beside = {} if self._calls.beside is None else self._calls.beside.state()

@@ -207,7 +207,9 @@ class RingSum(GroupSum):
         if self._boundary.begins_with < 0:
             self._boundary.begins_with = self._number
         with torch.no_grad():
-            agreed, order = self._round(own, self.where)
+            agreed, order = self.ring.round(
+                f"iteration {self.steps}", partial(self._reduce, own), self.steps, self.where
+            )
             if self._number == 0:
                 self._boundary.awaited = agreed.newcomers
             self._treatments.latest = None  # all members know it
@@ -225,7 +227,7 @@ class RingSum(GroupSum):
         """
         own = ContributionWeight(0.0, 0.0)
         self.weighs(own)
-        agreed, order = self._round(own)
+        agreed, order = self.ring.round(f"iteration {self.steps}", partial(self._reduce, own), self.steps)
         if not wanted():
             return None
         self._take(agreed, order, apart=True)
@@ -241,11 +243,6 @@ class RingSum(GroupSum):
         self.carrier.leave_in([])
         self._order_is_measured, self.scaling.reference = False, 1.0
         self._ballot.begin_in_group()
-
-    def _round(
-        self, own: ContributionWeight, where: Callable[[], Stand | None] | None = None
-    ) -> tuple[Agreement, list[int]]:
-        return self.ring.round(f"iteration {self.steps}", partial(self._reduce, own), self.steps, where)
 
     def _take(self, agreed: Agreement, order: Sequence[int], *, apart: bool = False) -> None:
         self._publish(agreed, apart)
@@ -326,8 +323,11 @@ class RingSum(GroupSum):
 
     # -- the script's treatment of the mean ----------------------------------------------------------------
 
-    def before_step(self) -> None:
-        self._treatments.steps()
+    def before_step(self, follows: bool = False) -> None:
+        if follows:
+            self._treatments.followed()
+        else:
+            self._treatments.steps()
 
     def clipped(self, max_norm: float, norm_type: float) -> None:
         self._treatments.clipped(max_norm, norm_type)
@@ -335,9 +335,6 @@ class RingSum(GroupSum):
     def stepped(self, step: int) -> None:
         self._treatments.stepped(step)
         points.reach("ring.stepped", step)
-
-    def followed(self) -> None:
-        self._treatments.followed()
 
     def all_stepped(self) -> None:
         if self._number == 0:  # before, a newcomer would lack gradients that wait for an optimizer

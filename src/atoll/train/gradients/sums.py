@@ -138,18 +138,17 @@ class GroupSum:
 
     # -- the script's treatment of the sum -----------------------------------------------------------------
 
-    def before_step(self) -> None:
-        """Look at the gradients once more: the script is about to step."""
+    def before_step(self, follows: bool = False) -> None:
+        """Look at the gradients once more: the script is about to step.
+
+        `follows`: it steps or clips gradients that another of the model's optimizers has stepped already.
+        """
 
     def clipped(self, max_norm: float, norm_type: float) -> None:
         """Note that the script has clipped this iteration's gradients."""
 
     def stepped(self, step: int) -> None:
         """Note that step number `step` is made."""
-
-    def followed(self) -> None:
-        """Note a step or a clipping of gradients that another of the model's optimizers has stepped
-        already."""
 
     def all_stepped(self) -> None:
         """Note that each of the model's optimizers has stepped since the latest reduction."""

@@ -286,7 +286,8 @@ class LentSum(AtEnd):
         self._ballot = Ballot(ring, owner, calls, self._treatments)
         self._scaling = Scaling(owner)
 
-    def before_step(self) -> None:
+    def before_step(self, follows: bool = False) -> None:
+        del follows  # the model has one optimizer
         self._treatments.steps()
 
     def stepped(self, step: int) -> None:

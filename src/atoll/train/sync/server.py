@@ -720,7 +720,7 @@ class GroupValuesExchange(Server):
         put_back()
         if of_group is not None:
             self.after_step()
-            self.all_stepped()
+            self.sum.all_stepped()
             self.sum.made_apart()
         return of_group is not None
 
