@@ -142,7 +142,7 @@ def draw(cases: list[Simulated], costs: list[dict[str, float]], path: Path) -> N
 def main() -> None:
     given = options(__doc__).parse_args()
     folder = output_folder(given)
-    iterations = 200 if given.quick else 3000
+    iterations = 200 if given.quick else 1000
     kinds: dict[str, dict[str, Any]] = {
         "steady": {"drift": 0.0, "stragglers": 0.0},
         "drift": {"drift": DRIFT, "stragglers": 0.0},

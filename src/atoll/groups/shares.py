@@ -84,7 +84,8 @@ class SpeedModel:
         counts = there & (self._weight > 0)
         odd = counts & (slower | faster)
         if odd.any():
-            self._note_odd(counts & slower, counts & faster, ratio)
+            which = np.flatnonzero(odd)
+            self._note_odd(which, np.where(slower[which], 1, -1), ratio[which])
         self._odd[there & ~odd] = 0
         usual = counts & ~odd
         if usual.any():
@@ -93,18 +94,18 @@ class SpeedModel:
         self._add(there & ~odd, seconds, samples)
         self._fit()
 
-    def _note_odd(self, slower: NDArray[np.bool_], faster: NDArray[np.bool_], ratio: Floats) -> None:
-        """Count odd iterations; where they last, scale the worker's seconds by their median ratio."""
-        way = slower.astype(np.int64) - faster
-        odd = way != 0
-        self._odd = np.where(odd, np.where(self._odd * way > 0, self._odd, 0) + way, self._odd)
-        self._ratios = np.where(odd, np.concatenate([self._ratios[1:], ratio[None]]), self._ratios)
-        changed = np.abs(self._odd) >= _LASTS
-        if changed.any():
-            factor = np.where(changed, np.sort(self._ratios, axis=0)[_LASTS // 2], 1.0)
-            self._seconds *= factor
-            self._products *= factor
-            self._odd[changed] = 0
+    def _note_odd(self, which: Whole, way: Whole, ratio: Floats) -> None:
+        """Count odd iterations of some workers; where they last, scale the seconds by their median ratio."""
+        before = self._odd[which]
+        self._odd[which] = np.where(before * way > 0, before, 0) + way
+        self._ratios[:-1, which] = self._ratios[1:, which]
+        self._ratios[-1, which] = ratio
+        lasting = which[np.abs(self._odd[which]) >= _LASTS]
+        if lasting.size:
+            factor = np.sort(self._ratios[:, lasting], axis=0)[_LASTS // 2]
+            self._seconds[lasting] *= factor
+            self._products[lasting] *= factor
+            self._odd[lasting] = 0
 
     def _add(self, where: NDArray[np.bool_], seconds: Floats, samples: Floats) -> None:
         self._counted += where
