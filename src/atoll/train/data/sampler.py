@@ -208,7 +208,7 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
         self.check_state(state)
         self._epoch = state["epoch"]
         self._order.load(state)
-        self._share_anew(self.world)
+        _share_anew(self._schedule, self.world)
         self._set_deal(self._deal_of(left_in(state)))
         if self._order.length and not self._deal.ticks:
             self._begin(self._epoch + 1)
@@ -276,7 +276,7 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
         ended = any(place.ended for place in known.values())
         self._deal = self._deal_of(left, held, ended)
         self.rank, self.world = rank, len(places)
-        self._share_anew(self.world)
+        _share_anew(self._schedule, self.world)
         used = 0 if own is None else own.used - own.committed
         self._before += 0 if own is None else own.committed
         self.given, self._committed, self._before_last = len(held[rank]), 0, 0
@@ -293,7 +293,7 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
         With `over`, for a newcomer after the epoch, begin the next one.
         """
         whole, self.rank, self.world = self._whole, rank, world
-        self._share_anew(world)
+        _share_anew(self._schedule, world)
         self._set_deal(self._deal_of(self._deal.runs))
         self._whole = whole
         if over:
@@ -362,11 +362,6 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
             self._schedule.begin()
         self._start()
         self._order.keep()
-
-    def _share_anew(self, world: int) -> None:
-        """Forget what the members have agreed on shares."""
-        if self._schedule is not None:
-            self._schedule.reset(world)
 
     def _start(self) -> None:
         """Give the deal from its beginning."""
@@ -444,6 +439,12 @@ class ShardedSampler(DealtSampler[int]):
                 found[here] = self._order.of(epoch)[slots[here] - begin + start]
             begin += stop - start
         return found
+
+
+def _share_anew(schedule: ShareSchedule | None, world: int) -> None:
+    """Forget what the members have agreed on shares."""
+    if schedule is not None:
+        schedule.reset(world)
 
 
 class BatchesSampler(DealtSampler[list[int]]):
