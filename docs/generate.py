@@ -161,6 +161,8 @@ FACTS = {
     "process group": "torch's default group: `whole`, or what it lacks",
     "dtype": "of a trained parameter",
     "unit": "what the optimizer steps by itself: `element` or `tensor`",
+    "step": "the unit of steps that the script gave to `session.prepare`",
+    "moves": "true if the optimizer sets `p.data` to another tensor",
     "closure": "`needed` if the optimizer cannot step without a closure of the script",
     "steps": "where the optimizer steps: at the `worker`, or at `home`, where the values live",
     "defined": "where the optimizer's class is defined, if no other process can import it there",

@@ -19,7 +19,7 @@ from atoll.memory.sharedgradients import combined, partial_norm
 from atoll.memory.states import ChunkStates, stepped_dtype
 from atoll.moves.owners import Part, split_evenly
 from atoll.tensors.binding import specs_of
-from atoll.tensors.stepunit import elementwise_keys
+from atoll.tensors.stepunit import unit_of
 from support.optimizers import FUSED, SETTINGS
 
 SHAPES = [(5, 7), (1,), (33, 31), (64,), (2, 515), (129,)]
@@ -76,7 +76,7 @@ class Held:
         self.states = ChunkStates(
             trained,
             self.payloads,
-            elementwise_keys(optimizer),
+            unit_of(optimizer),
             0,
             stepped_dtype(trained.dtype, master),
             (part.begin, part.end),

@@ -11,19 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from atoll.core.errors import PrepareError, UserError
-from atoll.core.memory import Memory
-from atoll.memory.fit import fit
 from atoll.memory.stepping import state_dtypes
 from atoll.tensors import stepunit as tried
-from atoll.tensors.stepunit import elementwise_keys, unit_of
+from atoll.tensors.stepunit import unit_of
 from support.optimizers import SETTINGS, BlockwiseSGD
-
-LINE = (
-    "optimizer BlockwiseSGD is not element-wise (it steps parameters of 4,096 elements and more by blocks, "
-    "as 8-bit optimizers do), and budgets of memory have it step parts of tensors; leave out the budgets, or "
-    "use one that is, such as torch.optim.AdamW or SGD"
-)
 
 
 @pytest.mark.parametrize("lr", [0.05, 1e-7, 0.0])
@@ -32,32 +23,16 @@ LINE = (
 @pytest.mark.parametrize("block", [64, 128, 256, 2048])
 def test_every_kind_of_blocks_is_seen(block: int, least: int, whole_blocks: bool, lr: float) -> None:
     settings = {"block": block, "least": least, "whole_blocks": whole_blocks, "lr": lr}
-    with pytest.raises(PrepareError, match="BlockwiseSGD is not element-wise"):
-        elementwise_keys(BlockwiseSGD(nn.Linear(3, 3).parameters(), **settings))
+    assert unit_of(BlockwiseSGD(nn.Linear(3, 3).parameters(), **settings)).by_tensor
 
 
 def test_it_is_element_wise_where_it_never_quantises() -> None:
-    assert elementwise_keys(BlockwiseSGD(nn.Linear(3, 3).parameters(), least=2**40)) == {"momentum"}
+    assert unit_of(BlockwiseSGD(nn.Linear(3, 3).parameters(), least=2**40)).keys == {"momentum"}
 
 
-def fitted() -> None:
-    model = nn.Linear(100, 100)
-    fit(model, BlockwiseSGD(model.parameters()), memory=Memory(device="64KiB", host="1GiB"))
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        fitted,
-        lambda: state_dtypes(BlockwiseSGD(nn.Linear(2, 2).parameters()), torch.float32),
-    ],
-    ids=["tiers", "planning"],
-)
-def test_it_is_refused_by_name(use: Callable[[], None]) -> None:
-    with pytest.raises((PrepareError, UserError)) as caught:
-        use()
-    assert str(caught.value).endswith(LINE)
-    assert "\n" not in str(caught.value)
+def test_a_plan_counts_states_that_are_as_large_as_their_parameter() -> None:
+    assert state_dtypes(BlockwiseSGD(nn.Linear(2, 2).parameters()), torch.float32) == {"momentum": torch.int8}
+    assert state_dtypes(torch.optim.Adafactor(nn.Linear(2, 2).parameters()), torch.float32) == {}
 
 
 class ByShape(torch.optim.Optimizer):
@@ -103,12 +78,11 @@ def test_optimizers_of_torch_pass_at_any_rate_of_learning() -> None:
     """Also where a warm-up has left nothing of the rate, and with tensors as rates."""
     for (name, variants), lr in itertools.product(SETTINGS.items(), (0.0, 1e-9, 1.0)):
         for settings in variants:
-            elementwise_keys(
-                getattr(torch.optim, name)(nn.Linear(2, 2).parameters(), **{**settings, "lr": lr})
-            )
+            made = getattr(torch.optim, name)(nn.Linear(2, 2).parameters(), **{**settings, "lr": lr})
+            assert not unit_of(made).by_tensor, made
     rate = torch.tensor(0.0)
     optimizer = torch.optim.AdamW(nn.Linear(2, 2).parameters(), lr=rate)
-    assert elementwise_keys(optimizer) == {"exp_avg", "exp_avg_sq"}
+    assert unit_of(optimizer).keys == {"exp_avg", "exp_avg_sq"}
     assert float(rate) == 0.0
 
 
@@ -122,5 +96,5 @@ def test_param_groups_that_differ_in_their_rate_are_tried_once(monkeypatch: pyte
     )
     groups = [{"params": [nn.Parameter(torch.zeros(2))], "lr": 1e-4 * n} for n in range(1, 50)]
     groups += [{"params": [nn.Parameter(torch.zeros(2))], "betas": (0.8, 0.9)}]
-    elementwise_keys(torch.optim.AdamW(groups))
+    unit_of(torch.optim.AdamW(groups))
     assert len(tries) == 2

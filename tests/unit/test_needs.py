@@ -41,6 +41,7 @@ def under_budgets(strategy: str, settings: list[str] = [], late: bool = False, *
 OVER = {"over": "expert.weight", "ranks": [0, 1]}
 NORM = {"module": "1.norm"}
 AT_HOME = {"steps": "home"}
+TIERED = {"store": "tiered", "link.transport": "tcp", "sync.codec": "float32", "memory.step": "auto"}
 BY_TENSOR = {"unit": "tensor", "optimizer": "Muon", "why": "it came out different"}
 # For each row: a run that the row refuses, and how its sentence begins and ends.
 EXAMPLES: dict[str, tuple[Choices, str, str]] = {
@@ -388,9 +389,24 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         "use one whose step() needs no closure, such as torch.optim.AdamW or SGD",
     ),
     "optimizer-by-tensor": (
-        Choices({**BY_TENSOR, "store": "tiered"}),
-        "optimizer Muon is not element-wise (it came out different), and budgets of memory have it step",
+        Choices({**BY_TENSOR, "store": "sharded"}),
+        "optimizer Muon is not element-wise (it came out different), and with these budgets of memory",
         "leave out the budgets, or use one that is, such as torch.optim.AdamW or SGD",
+    ),
+    "optimizer-by-tensor-served": (
+        Choices({**BY_TENSOR, **TIERED, "sync": "asp", "run.strategy": "server"}),
+        "optimizer Muon is not element-wise (it came out different), and under strategy 'server' with",
+        "leave out the budgets, or use one that is, such as torch.optim.AdamW or SGD",
+    ),
+    "optimizer-data": (
+        Choices({"optimizer": "Own", "moves": True, "why": "it sets p.data; let it write into p"}),
+        "optimizer Own cannot step parameters that lie in chunks: it sets p.data",
+        "let it write into p",
+    ),
+    "step-budgets": (
+        Choices({"step": "tensor", "store": "tiered"}),
+        "session.prepare(step='tensor'): with budgets of memory a trial decides the unit of steps",
+        "leave out step, or the budgets",
     ),
     "optimizer-unknown-elsewhere": (
         Choices({**AT_HOME, "run.strategy": "peers", "optimizer": "Own", "defined": "in the script itself"}),

@@ -544,12 +544,36 @@ def _of_models() -> Iterator[Need]:
         PrepareError,
     )
     yield Need(
+        "optimizer-data",
+        prepare,
+        {"moves": Is(True)},
+        "optimizer {optimizer} cannot step parameters that lie in chunks: {why}",
+        PrepareError,
+    )
+    by_tensor = "optimizer {optimizer} is not element-wise ({why}), "
+    yield Need(
         "optimizer-by-tensor",
         prepare,
-        {"unit": Is("tensor"), "store": IsNot("resident")},
-        "optimizer {optimizer} is not element-wise ({why}), and budgets of memory have it step parts of "
-        "tensors; leave out the budgets, or use one that is, such as torch.optim.AdamW or SGD",
+        {"unit": Is("tensor"), "store": Is("sharded", "lent")},
+        by_tensor + "and with these budgets of memory workers hold parts of tensors; leave out the budgets, "
+        "or use one that is, such as torch.optim.AdamW or SGD",
         PrepareError,
+    )
+    yield Need(
+        "optimizer-by-tensor-served",
+        prepare,
+        {"unit": Is("tensor"), "store": Is("tiered"), "sync": Is("bsp", "ssp", "asp")},
+        by_tensor + "and under strategy {run.strategy!r} with budgets of memory its state would not come "
+        "back; leave out the budgets, or use one that is, such as torch.optim.AdamW or SGD",
+        PrepareError,
+    )
+    yield Need(
+        "step-budgets",
+        prepare,
+        {"step": Given(), "store": IsNot("resident")},
+        "session.prepare(step={step!r}): with budgets of memory a trial decides the unit of steps; leave out "
+        "step, or the budgets",
+        UserError,
     )
     yield Need(
         "optimizer-unknown-elsewhere",

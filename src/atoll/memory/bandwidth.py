@@ -26,6 +26,7 @@ _MOVED = 2**26  # bytes of a copy: larger than every cache
 _SMALL = 4096  # bytes of a copy that takes little more than the latency
 _WRITTEN = 2**25  # bytes written to the disk
 _ELEMENTS = 2**22  # elements that are stepped
+_MATRIX = (256, 256)  # that is stepped as a whole tensor, which may take many operations an element
 _LEAST = 2**20  # bytes that a measurement takes in any case
 _TRIALS, _SMALL_TRIALS = 3, 20
 
@@ -35,6 +36,7 @@ def measure(
     optimizer: torch.optim.Optimizer | None = None,
     folder: str = "",
     most: int = 2 * _MOVED,
+    by_tensor: bool = False,
 ) -> Bandwidths:
     """Return the bandwidths between `device`, host memory and disk, and the pace of the optimizer's steps on
     host and device.
@@ -43,6 +45,7 @@ def measure(
         optimizer: the optimizer to time; AdamW if None.
         folder: the disk's folder; empty for no disk.
         most: bytes of each kind of memory that may be taken for a moment; at least 1 MiB is.
+        by_tensor: the optimizer steps whole tensors.
 
     Raises ConfigError if the folder cannot be written to.
     """
@@ -51,7 +54,8 @@ def measure(
     to_disk, from_disk = _disk(folder, min(_WRITTEN, most)) if folder else (0.0, 0.0)
     # 16 bytes an element: value, gradient and, as a rule, two states, in single precision.
     elements = min(_ELEMENTS, most // 16)
-    on_host = _steps(optimizer, torch.device("cpu"), elements)
+    shape = _MATRIX if by_tensor else (elements,)
+    on_host = _steps(optimizer, torch.device("cpu"), shape)
     shared = device.type == "cpu"
     return Bandwidths(
         to_device=to_device,
@@ -59,7 +63,7 @@ def measure(
         to_disk=to_disk,
         from_disk=from_disk,
         host_steps=on_host,
-        device_steps=on_host if shared else _steps(optimizer, device, elements),
+        device_steps=on_host if shared else _steps(optimizer, device, shape),
         latency=latency,
         shared=shared,
     )
@@ -84,9 +88,10 @@ def _copies(device: torch.device, nbytes: int) -> tuple[float, float, float]:
     return to_device, to_host, latency
 
 
-def _steps(optimizer: torch.optim.Optimizer | None, device: torch.device, elements: int) -> float:
-    """Return the elements/s that the optimizer (AdamW if None) steps on `device`, `elements` at once."""
-    parameter = nn.Parameter(torch.zeros(elements, device=device))
+def _steps(optimizer: torch.optim.Optimizer | None, device: torch.device, shape: tuple[int, ...]) -> float:
+    """Return the elements/s that the optimizer (AdamW if None) steps on `device`, of a parameter of this
+    shape."""
+    parameter = nn.Parameter(torch.zeros(shape, device=device))
     parameter.grad = torch.ones_like(parameter)
     if optimizer is None:
         probe: torch.optim.Optimizer = torch.optim.AdamW([parameter], fused=True)
@@ -98,7 +103,7 @@ def _steps(optimizer: torch.optim.Optimizer | None, device: torch.device, elemen
         settle(device)
 
     step()  # the first step makes the state
-    return elements / max(_least(step, _TRIALS), 1e-9)
+    return parameter.numel() / max(_least(step, _TRIALS), 1e-9)
 
 
 def _disk(folder: str, nbytes: int) -> tuple[float, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 
 import torch
@@ -29,7 +30,7 @@ from atoll.memory.saved import leave_gone, watch_modules
 from atoll.memory.speculation import AheadFigures, Spares
 from atoll.memory.statedicts import StateDicts
 from atoll.memory.states import ChunkStates, chunk_states
-from atoll.memory.stepping import ChunkStepper
+from atoll.memory.stepping import ChunkStepper, state_dtypes
 from atoll.memory.stepqueue import StepQueue
 from atoll.memory.store import PayloadStore
 from atoll.moves import Cache, StepStatistics, optimum
@@ -255,7 +256,10 @@ class Moving(Fitted):
         return ModelGradients(trained, self._store, self._steps, self._gradient_came, self._room, beside)
 
     def _states_of(self, optimizer: torch.optim.Optimizer) -> dict[int, ChunkStates]:
-        return chunk_states(optimizer, self._trained, self._store, master=self.budgets.master)
+        planned = partial(state_dtypes, optimizer)
+        return chunk_states(
+            optimizer, self._trained, self._store, master=self.budgets.master, planned=planned
+        )
 
     def _stepper_of(
         self, optimizer: torch.optim.Optimizer, states: Mapping[int, ChunkStates]

@@ -8,6 +8,8 @@ import msgspec
 import torch
 from torch import nn
 
+from atoll.axes.choices import Choices
+from atoll.axes.needs import check
 from atoll.chunks import ParameterSpec
 from atoll.core.memory import Budgets, check_folder
 from atoll.memory.bandwidth import measure
@@ -18,7 +20,7 @@ from atoll.moves.owners import Share
 from atoll.moves.search import MemoryPlan, Profile, Use, search_plan
 from atoll.moves.timeline import Bandwidths
 from atoll.tensors.binding import specs_of
-from atoll.tensors.stepunit import elementwise_keys
+from atoll.tensors.stepunit import unit_of
 
 _LISTS = (nn.ParameterList, nn.ParameterDict)
 
@@ -51,16 +53,20 @@ def choose(
         between: bytes/s each way between groups that each hold a replica; 0 for not known.
 
     Raises UserError with the least budget that would do, ConfigError if the disk's folder cannot be written
-    to, and PrepareError for an optimizer that is not element-wise.
+    to, and PrepareError for an optimizer that cannot step under budgets.
     """
     check_folder(budgets)
     if lent:
         optimizer = None
+    by_tensor = False
     if optimizer is not None:
-        elementwise_keys(optimizer)  # raises for an optimizer that cannot be used, before its step is timed
+        unit = unit_of(optimizer)
+        store = "tiered" if share is None else "sharded"
+        check("prepare", Choices({**unit.facts, "store": store}))  # before its step is timed
+        by_tensor = unit.by_tensor
     if bandwidths is None:
         device = next(model.parameters()).device
-        bandwidths = measure(device, optimizer, budgets.folder, measurable(budgets))
+        bandwidths = measure(device, optimizer, budgets.folder, measurable(budgets), by_tensor)
     if network or between:
         bandwidths = msgspec.structs.replace(bandwidths, members=network, groups=between)
     if profile is None:

@@ -117,12 +117,15 @@ class Segments:
     def _cut(self, present: tuple[bool, ...], settings: Settings) -> None:
         """Find the runs of slots that step alike, and give each run states of its own."""
         states = self.states
+        stepped = [here and states.portion.has(slot) for slot, here in enumerate(present)]
         signatures = [
-            states.signature(slot) if here and states.portion.has(slot) else None
-            for slot, here in enumerate(present)
+            states.signature(slot) if here and not states.by_tensor else None
+            for slot, here in enumerate(stepped)
         ]
         fused = bool(settings.get("fused"))
-        self._runs = runs_alike(states.trained.chunk, signatures, states.dtype, _HOST, fused)
+        self._runs = [(slot, slot) for slot, here in enumerate(stepped) if here]
+        if not states.by_tensor:
+            self._runs = runs_alike(states.trained.chunk, signatures, states.dtype, _HOST, fused)
         self._cut_for = self._key(present, settings)
         for first, last in self._runs:
             states.keep((first, last), states.numbers(first), states.keys(first))
@@ -156,14 +159,16 @@ class Segments:
 
     def _segment(self, stepped: Tensor, gradients: Tensor, first: int, last: int) -> nn.Parameter:
         (start, end), begin = self.states.bounds(first, last), self.states.portion.begin
-        parameter = nn.Parameter(stepped[start:end])
-        parameter.grad = gradients[begin + start : begin + end].to(self.states.dtype)
+        shaped = self.states.shaped
+        parameter = nn.Parameter(shaped(stepped[start:end], first))
+        parameter.grad = shaped(gradients[begin + start : begin + end], first).to(self.states.dtype)
         return parameter
 
     def _state(self, bounds: tuple[int, int], elements: Mapping[str, Tensor]) -> State:
         """Return the optimizer's state for a segment."""
         start, end = self.states.bounds(*bounds)
-        held = {key: elements[key][start:end] for key in self.states.keys(bounds[0])}
+        shaped, first = self.states.shaped, bounds[0]
+        held = {key: shaped(elements[key][start:end], first) for key in self.states.keys(first)}
         return self.states.numbers(bounds[0]) | held
 
     def _found(self, bounds: tuple[int, int], before: State, after: State, place: _Place) -> Kept:
@@ -178,7 +183,7 @@ class Segments:
         start, end = self.states.bounds(*bounds)
         numbers, kept, replaced = {}, set(), {}
         for key, value in after.items():
-            if self.states.is_elementwise(key, value, end - start):
+            if self.states.is_elementwise(key, value, end - start, bounds[0]):
                 kept.add(key)
                 if value is not before.get(key):  # cloned, as two states may have changed places
                     replaced[key] = value.clone() if before else value
@@ -186,7 +191,7 @@ class Segments:
                 numbers[key] = value
         for key, value in replaced.items():
             with place(key, value.dtype) as elements:
-                elements[start:end].copy_(value)
+                self.states.shaped(elements[start:end], bounds[0]).copy_(value)
         return bounds, numbers, frozenset(kept)
 
     def _round(self, values: Tensor, stepped: Tensor) -> None:

@@ -6,8 +6,9 @@ for a parameter as a whole ("step") stays in this object. `segments.Segments` st
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -17,8 +18,9 @@ from atoll.memory.gradients import TrainedChunk
 from atoll.memory.payloads import MASTER, VALUES, Payloads, spare_kind, state_kind
 from atoll.memory.portions import Portion
 from atoll.memory.stepqueue import Settings
+from atoll.tensors.lazy import LazyTensor
 from atoll.tensors.optimizer import State, copied, signature
-from atoll.tensors.stepunit import elementwise_keys
+from atoll.tensors.stepunit import Unit, unit_of
 
 # (first and last slot, states of each parameter as a whole, keys of the element-wise states)
 Kept: TypeAlias = tuple[tuple[int, int], State, frozenset[str]]
@@ -30,12 +32,14 @@ class ChunkStates:
 
     Args:
         payloads: hold the values and the element-wise states; with `part`, only that part of them.
-        elementwise: the keys that `elementwise_keys` found.
+        unit: the unit in which the optimizer steps.
         group: the number of the param group.
         dtype: the dtype in which the chunk is stepped, on the CPU. If it is not the values' own, there is a
             master.
         part: (begin, end) of the chunk's elements that are held here; None for all. Gradients are the whole
             chunk's.
+        planned: where whole tensors are stepped, the states that the plan has room for, with their dtypes.
+            Those of the parameter's own shape are payloads; other states stay in this object.
 
     Attributes:
         changes: how often values or states have changed.
@@ -46,14 +50,16 @@ class ChunkStates:
         self,
         trained: TrainedChunk,
         payloads: Payloads,
-        elementwise: set[str],
+        unit: Unit,
         group: int,
         dtype: torch.dtype,
         part: tuple[int, int] | None = None,
+        planned: Mapping[str, torch.dtype] = MappingProxyType({}),
     ) -> None:
+        self._planned = planned
         self.trained, self.group, self.dtype = trained, group, dtype
         self.portion = Portion(trained, part)
-        self._payloads, self._elementwise = payloads, elementwise
+        self._payloads, self._elementwise, self.by_tensor = payloads, unit.keys, unit.by_tensor
         self.has_master = dtype != trained.dtype
         slots = len(trained.parameters)
         self._numbers: list[State] = [{} for _ in range(slots)]  # by slot: states as a whole
@@ -105,11 +111,25 @@ class ChunkStates:
         """True if the optimizer keeps any state for each element."""
         return any(self._kept)
 
-    def is_elementwise(self, key: str, value: Any, numel: int) -> bool:
-        """True if a state holds one value for each of `numel` elements."""
-        return isinstance(value, Tensor) and (
-            (key in self._elementwise and value.numel() == numel) or (value.numel() == numel > 1)
-        )
+    def is_elementwise(self, key: str, value: Any, numel: int, slot: int) -> bool:
+        """True if a state holds one value for each of `numel` elements, which a payload of the chunk can
+        take.
+
+        Args:
+            slot: the first of the slots with these elements.
+        """
+        if not isinstance(value, Tensor) or value.numel() != numel:
+            return False
+        if self.by_tensor:
+            plain = type(value) is Tensor or isinstance(value, LazyTensor)  # others have more than values
+            fits = plain and value.dtype == self._planned.get(key)
+            return fits and value.shape == self.trained.likes[slot].shape
+        return key in self._elementwise or numel > 1
+
+    def shaped(self, run: Tensor, slot: int) -> Tensor:
+        """Return a slot's run of elements as whole tensors are stepped: with its parameter's shape."""
+        like = self.trained.likes[slot]
+        return run.as_strided(like.shape, like.stride()) if self.by_tensor else run
 
     def keep(self, bounds: tuple[int, int], numbers: State, kept: frozenset[str]) -> None:
         """Set the states of each of the slots from `bounds[0]` to `bounds[1]`.
@@ -176,10 +196,13 @@ class ChunkStates:
             if key == MASTER and self.has_master:
                 with self.pin(MASTER, writes=True) as precise:
                     self._take(value, slot, precise)
-            elif self.is_elementwise(key, value, self.trained.chunk.slots[slot].numel):
+                continue
+            exact = not self.has_master and settings is None
+            if self.by_tensor and not exact and key != "step" and _has_fractions(value):
+                value = value.to(self.dtype)  # as torch's own load does
+            if self.is_elementwise(key, value, self.trained.chunk.slots[slot].numel, slot):
                 kept.add(key)
-                exact = not self.has_master and settings is None
-                with self.pin_state(key, value.dtype if exact else self.dtype) as elements:
+                with self.pin_state(key, value.dtype if exact or self.by_tensor else self.dtype) as elements:
                     self._take(value, slot, elements)
             else:
                 numbers[key] = self._number(key, value, settings)
@@ -201,7 +224,7 @@ class ChunkStates:
 
     def _number(self, key: str, value: Any, settings: Settings | None) -> Any:
         if not isinstance(value, Tensor):
-            return value
+            return copied(value)
         if settings is None or not value.is_floating_point():
             return value.detach().clone()
         return value.detach().to("cpu", value.dtype if key == "step" else self.dtype, copy=True)
@@ -215,6 +238,10 @@ class ChunkStates:
                 torch.where(kept, precise, values.to(precise.dtype), out=precise)
 
 
+def _has_fractions(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
 def chunk_states(
     optimizer: torch.optim.Optimizer,
     chunks: Sequence[TrainedChunk],
@@ -222,6 +249,7 @@ def chunk_states(
     *,
     master: bool = False,
     parts: Mapping[int, tuple[int, int]] | None = None,
+    planned: Callable[[torch.dtype], Mapping[str, torch.dtype]] = lambda _: {},
 ) -> dict[int, ChunkStates]:
     """Return the states, by chunk, of those of `chunks` that `optimizer` trains.
 
@@ -230,19 +258,22 @@ def chunk_states(
         master: True gives chunks in half precision a payload "master" in single precision. The master is
             stepped, and the values are rounded from it.
         parts: for some chunks, the (begin, end) of the elements that are held here.
+        planned: returns the states that the plan has room for, with their dtypes, by the stepped dtype.
 
-    Raises PrepareError for an optimizer that is not element-wise.
     """
-    elementwise = elementwise_keys(optimizer)
+    unit = unit_of(optimizer)
     groups = group_numbers(optimizer)
+    dtypes = {stepped_dtype(each.dtype, master) for each in chunks} if unit.by_tensor else ()
+    known = {dtype: planned(dtype) for dtype in dtypes}
     return {
         each.chunk.id: ChunkStates(
             each,
             payloads,
-            elementwise,
+            unit,
             groups[id(each.parameters[0])],
             stepped_dtype(each.dtype, master),
             (parts or {}).get(each.chunk.id),
+            known.get(stepped_dtype(each.dtype, master), {}),
         )
         for each in chunks
         if id(each.parameters[0]) in groups

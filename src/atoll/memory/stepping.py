@@ -31,7 +31,7 @@ from atoll.memory.states import ChunkStates
 from atoll.memory.stepqueue import DEADLINE, StepCall, StepQueue
 from atoll.tensors.optimizer import call_closure_now, check_groups
 from atoll.tensors.stephooks import AroundStep, Handle
-from atoll.tensors.stepunit import elementwise_keys
+from atoll.tensors.stepunit import unit_of
 
 _STEPPED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # optimizers that have a ChunkStepper
 
@@ -287,17 +287,17 @@ def has_stepper(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def state_dtypes(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the dtypes of the element-wise states of a parameter of `dtype`, by key, for a plan.
-
-    Raises PrepareError for an optimizer that is not element-wise.
-    """
-    elementwise = elementwise_keys(optimizer)
+    """Return the dtypes of the states of a parameter of `dtype` that are as large as it, by key, for a
+    plan."""
+    unit = unit_of(optimizer)
     own = noted(optimizer.__dict__)
     found: dict[str, torch.dtype] = {}
     for group in optimizer.param_groups:
-        parameter = nn.Parameter(torch.zeros(2, dtype=dtype))
+        # Large enough for an optimizer that quantises the states of large parameters.
+        parameter = nn.Parameter(torch.zeros((64, 64) if unit.by_tensor else (2,), dtype=dtype))
         parameter.grad = torch.ones_like(parameter)
         kept = run_step(type(optimizer), own, noted(group, without="params"), [parameter], {})
         state = kept.get(parameter, {})
-        found.update({key: state[key].dtype for key in elementwise if isinstance(state.get(key), Tensor)})
+        sized = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == parameter.shape}
+        found.update({key: value.dtype for key, value in sized.items() if unit.by_tensor or key in unit.keys})
     return found

@@ -180,6 +180,10 @@ class NotElementwiseError(Exception):
     """The optimizer is not shown to be element-wise; the message says why."""
 
 
+class MovesDataError(NotElementwiseError):
+    """The optimizer gives parameters other memory, which no chunk can follow."""
+
+
 def _try(
     optimizer: torch.optim.Optimizer,
     group: dict[str, Any],
@@ -196,7 +200,7 @@ def _try(
             parameter.grad = gradient.clone().to(device)
         step(probe)
     if [parameter.data_ptr() for parameter in parameters] != places:
-        raise NotElementwiseError("it sets p.data to another tensor; let it write into p, as p.sub_() does")
+        raise MovesDataError("it sets p.data to another tensor; let it write into p, as p.sub_() does")
     return [p.detach() for p in parameters], [probe.state[p] for p in parameters]
 
 

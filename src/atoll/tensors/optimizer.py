@@ -586,7 +586,7 @@ class ChunkOptimizer:
     Args:
         optimizer: the script's optimizer.
         chunks: the chunks that may be stepped; those with parameters in no param group are left alone.
-        elementwise: keys of per-element state, from `elementwise_keys`.
+        elementwise: keys of per-element state, from `unit_of`.
         hooks: the functions around each step.
         gradients: returns a chunk's gradients as a flat tensor, and for each slot whether there is one (zeros
             if not); called after `hooks.before`.

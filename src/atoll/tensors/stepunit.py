@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 
-from atoll.axes.choices import Choices
-from atoll.axes.needs import check
 from atoll.core.errors import UserError
-from atoll.tensors.elementwise import NotElementwiseError, elementwise_state_keys, tried_alike
+from atoll.tensors.elementwise import MovesDataError, NotElementwiseError, elementwise_state_keys, tried_alike
 
 
 @dataclass(frozen=True)
@@ -57,6 +55,8 @@ def unit_of(
     Raises UserError for another word, and for "element" where the optimizer cannot step flat parameters.
     """
     facts = {"optimizer": type(optimizer).__name__}
+    if asked is not None:
+        facts["step"] = asked
     closure = signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is Parameter.empty:
         facts["closure"] = "needed"
@@ -65,8 +65,6 @@ def unit_of(
             f"session.prepare(step={asked!r}): the unit is 'element' or 'tensor'; leave step out, and "
             "a trial decides"
         )
-    if asked == "tensor":
-        return Unit(set(), "step='tensor'", {**facts, "unit": "tensor", "why": "step='tensor'"})
     keys: set[str] = set()
     tried: list[object] = []
     shapes = {tuple(p.shape) for group in optimizer.param_groups for p in group["params"]}
@@ -79,6 +77,8 @@ def unit_of(
                 keys |= elementwise_state_keys(
                     optimizer, group, device or here, shapes, trusted=asked == "element"
                 )
+    except MovesDataError as error:
+        return Unit(set(), str(error), {**facts, "moves": True, "why": str(error)})
     except NotElementwiseError as error:
         if asked == "element":
             raise UserError(
@@ -86,14 +86,6 @@ def unit_of(
                 f"({error}); leave step out, or give 'tensor'"
             ) from None
         return Unit(set(), str(error), {**facts, "unit": "tensor", "why": str(error)})
+    if asked == "tensor":
+        return Unit(set(), "step='tensor'", {**facts, "unit": "tensor", "why": "step='tensor'"})
     return Unit(keys, facts={**facts, "unit": "element"})
-
-
-def elementwise_keys(optimizer: torch.optim.Optimizer) -> set[str]:
-    """Return the keys of the optimizer's per-element state, over all its param groups.
-
-    Raises PrepareError for an optimizer that is not element-wise.
-    """
-    unit = unit_of(optimizer)
-    check("prepare", Choices(unit.facts))
-    return unit.keys
