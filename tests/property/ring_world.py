@@ -622,6 +622,7 @@ class Member:
         state.results.append(who)
         state.iteration += 1
         self.reducer.after_step()
+        self.reducer.sum.all_stepped()
         for parameter in self.model.parameters():
             parameter.grad = None
         if self.world.schedule.rounds_between and iteration % 2 == 0:

@@ -135,6 +135,7 @@ def test_a_chunk_size_that_is_given_is_taken(
         ([ENTRY, 7], "FILE: entry 2: must be an object with name, shape and dtype"),
         ([{"name": "a", "dtype": "float32"}], "FILE: entry 1 ('a'): 'shape' is missing"),
         ([{**ENTRY, "dtype": "f32"}], "FILE: entry 1 ('a.weight'): no chunk can hold dtype 'f32'; use one"),
+        ([{**ENTRY, "strides": [1, 2, 3, 4]}], "FILE: entry 1 ('a.weight'): strides has 4 values, and shape"),
         ([{**ENTRY, "feture": "x"}], "FILE: entry 1 ('a.weight'): 'feture' is unknown; known are name,"),
         ([{**ENTRY, "name": ""}], "FILE: entry 1 (''): name is empty"),
         ([{**ENTRY, "name": 3}], "FILE: entry 1: name must be a text"),

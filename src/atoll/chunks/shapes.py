@@ -18,6 +18,7 @@ _FIELDS = {
     "feature": str,
     "trainable": bool,
     "settings": str,
+    "strides": list,
 }
 _REQUIRED = ("name", "shape", "dtype")
 _WORDS = {str: "a text", list: "a list of whole numbers", bool: "true or false"}
@@ -27,9 +28,9 @@ def parse_shapes(data: bytes, file: str) -> list[ParameterSpec]:
     """Return the parameters in `data`, a JSON list of objects in the order of registration.
 
     An object has `name`, `shape` (a list of whole numbers, 0 or more) and `dtype` (torch's name), and may
-    have `feature` (the process group that shards the parameter), `trainable` (by default true) and `settings`
-    (the key of its optimizer settings). Raises UserError, one line that names `file` and the entry, counted
-    from 1.
+    have `feature` (the process group that shards the parameter), `trainable` (by default true), `settings`
+    (the key of its optimizer settings) and `strides` (in elements; none for a contiguous parameter). Raises
+    UserError, one line that names `file` and the entry, counted from 1.
     """
     try:
         entries = json.loads(
@@ -94,21 +95,27 @@ def _spec(entry: object) -> ParameterSpec:
     if not entry["name"]:
         raise PrepareError("name is empty")
     itemsize(entry["dtype"])
-    _check_shape(entry["shape"])
-    fields: Mapping[str, Any] = {**entry, "shape": tuple(entry["shape"])}
+    shape, strides = entry["shape"], entry.get("strides", [])
+    _check_sizes("shape", shape)
+    _check_sizes("strides", strides)
+    if strides and len(strides) != len(shape):
+        raise PrepareError(f"strides has {len(strides)} values, and shape {len(shape)}; give as many")
+    fields: Mapping[str, Any] = {**entry, "shape": tuple(shape), "strides": tuple(strides)}
     return ParameterSpec(**fields)
 
 
-def _check_shape(shape: list[object]) -> None:
-    if len(shape) > _MOST_DIMENSIONS:
-        raise PrepareError(f"shape has {len(shape)} dimensions; at most {_MOST_DIMENSIONS}")
-    for size in shape:
+def _check_sizes(what: str, sizes: list[object]) -> None:
+    """Raise PrepareError if `sizes`, an entry's `what`, are no sizes."""
+    if len(sizes) > _MOST_DIMENSIONS:
+        raise PrepareError(f"{what} has {len(sizes)} dimensions; at most {_MOST_DIMENSIONS}")
+    for size in sizes:
         if not isinstance(size, int) or isinstance(size, bool):
-            raise PrepareError(f"shape holds {_shortened(json.dumps(size))}; sizes are whole numbers")
+            raise PrepareError(f"{what} holds {_shortened(json.dumps(size))}; sizes are whole numbers")
         if size < 0:
-            raise PrepareError(f"shape holds {_shortened(str(size))}; sizes are 0 or more")
+            raise PrepareError(f"{what} holds {_shortened(str(size))}; sizes are 0 or more")
         if size > _LARGEST_DIMENSION:
-            raise PrepareError(f"shape holds {_shortened(str(size))}; sizes are at most {_LARGEST_DIMENSION}")
+            most = f"sizes are at most {_LARGEST_DIMENSION}"
+            raise PrepareError(f"{what} holds {_shortened(str(size))}; {most}")
 
 
 def _shortened(text: str) -> str:
