@@ -4,6 +4,7 @@ strides and states there are, and through every way in which a state is kept or 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -173,6 +174,10 @@ def test_every_state_comes_back_as_it_was() -> None:
         {"tensor": "float32", "shape": [2], "at": -4},
         {"tensor": "float32", "shape": [-1], "at": 0},
         {"tensor": "save", "shape": [1], "at": 0},
+        {"tensor": "quint8", "shape": [1], "at": 0},
+        {"dict": [1]},
+        {"dict": [[1, 2, 3]]},
+        {"dict": [[[1], 2]]},
         {"tensor": "float32", "shape": ["1"], "at": 0},
         {"tensor": "float32"},
         {"float": "1.0"},
@@ -184,6 +189,12 @@ def test_every_state_comes_back_as_it_was() -> None:
 def test_words_that_fit_no_bytes_are_refused(said: Any) -> None:
     with pytest.raises(UserError, match="state of an optimizer|a state of .* bytes"):
         unpack(torch.zeros(8, dtype=torch.uint8), [{"key": said}])
+
+
+def test_words_in_very_many_lists_are_refused() -> None:
+    deep: Any = functools.reduce(lambda inner, _: {"list": [inner]}, range(5000), None)
+    with pytest.raises(UserError, match="no state of an optimizer"):
+        unpack(torch.zeros(8, dtype=torch.uint8), [{"key": deep}])
 
 
 def test_a_state_that_cannot_be_sent_is_named() -> None:

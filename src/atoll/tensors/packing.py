@@ -22,6 +22,7 @@ Words: TypeAlias = list[dict[str, Any]]  # for each parameter, its state, with w
 _ALIGNMENT = 64  # bytes
 _PLAIN = (bool, int, str, type(None))
 _SEQUENCES = {"list": list, "tuple": tuple}
+_WITH_SCALES = ("qint", "quint", "bits")  # dtypes whose tensors have more than their values
 _KINDS = (Tensor, nn.Parameter)  # a subclass, such as a quantised tensor, has more than its values
 
 
@@ -86,7 +87,10 @@ def unpack(flat: Tensor, words: Sequence[Mapping[str, Any]]) -> list[dict[str, A
                 return said
         raise UserError(f"no state of an optimizer: {str(said)[:60]}")
 
-    return [{key: value_of(said) for key, said in state.items()} for state in words]
+    try:
+        return [{key: value_of(said) for key, said in state.items()} for state in words]
+    except (AttributeError, RecursionError, RuntimeError, TypeError, ValueError) as error:
+        raise UserError(f"no state of an optimizer: {error}") from None
 
 
 def moved(value: Any, device: torch.device) -> Any:
@@ -99,7 +103,7 @@ def moved(value: Any, device: torch.device) -> Any:
 
 
 def _tensor(flat: Tensor, name: str, shape: list[Any], start: int) -> Tensor:
-    dtype = getattr(torch, name, None)
+    dtype = None if name.startswith(_WITH_SCALES) else getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or not all(isinstance(size, int) and size >= 0 for size in shape):
         raise UserError(f"no state of an optimizer: {name[:40]!r} of shape {str(shape)[:60]}")
     end = start + math.prod(shape) * dtype.itemsize
