@@ -28,6 +28,8 @@ ALLOWED = {
     ],
     "a script prepares its model when it likes, and until then there is none": [
         "memory/observing.py: Observation.take: self._fitted",
+        "train/data/sharereports.py: ShareReports.follow: self._sampler",
+        "train/data/sharereports.py: ShareReports.follow: self._schedule",
         "train/sync/peers.py: Peers.build_model: self._model",
         "train/sync/peersintiers.py: LentTiers.fit: place.fitted",
     ],

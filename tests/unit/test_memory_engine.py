@@ -152,7 +152,7 @@ def test_what_cannot_be_fitted() -> None:
     with pytest.raises(PrepareError, match=r"'layers.0.weight' is in a model that was fitted already"):
         fit(model, None, memory=memory(4))
     fitted.close()
-    with pytest.raises(PrepareError, match="LBFGS is not element-wise"):
+    with pytest.raises(PrepareError, match="LBFGS calls the script's closure"):
         fit(model, torch.optim.LBFGS(model.parameters()), memory=memory(3))
     assert all(type(p) is nn.Parameter for p in model.parameters())
 

@@ -31,6 +31,7 @@ from atoll.tensors.torch_compat import (
     count_unscaling,
     forget_scale,
     infinity_left_to,
+    is_within_backward,
     is_within_functional_call,
     own_parameters,
     scale_of,
@@ -469,6 +470,11 @@ class Prepared:
     def before_step(self, of: StepSet) -> None:
         """Check the model, and have its gradients reduced, before an optimizer steps."""
         self._check_homes()
+        if self._others and is_within_backward():
+            raise PrepareError(
+                f"{type(of.optimizer).__name__}.step() was called within backward, when the mean over the "
+                "workers is not there yet; call it after backward"
+            )
         new = self._growth.find(self.parameters)
         if new and self._others:
             raise PrepareError(
