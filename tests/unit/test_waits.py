@@ -113,6 +113,7 @@ NO_WAITS: dict[tuple[str, str], str] = {
     ("read", "disk"): "DiskFile.read begins a transfer; Transfer.wait has the deadline",
     ("put", "optimizer"): "ShardOptimizer.put: values into a chunk",
     ("put", "_outbox"): "ltp.outbox.Outbox: a list of messages",
+    ("put", "_models"): "train.api.models: a list of prepared models",
     ("send", "_session"): "ltp.session.LtpSession, which knows no socket",
     ("send", "session"): "LinkSession.send never waits",
     ("send", "port"): "UdpPort.send: what finds no room is left to the caller",
@@ -296,6 +297,7 @@ REVIEWED: dict[str, str] = {
     "torch.accelerator.current_stream(messages[0].memory.device).synchronize()": _OWN_DEVICE,
     "memory/bandwidth.py: settle: torch.accelerator.synchronize(device)": _OWN_DEVICE,
     "train/api/meter.py: Meter._seconds_on_device: torch.accelerator.synchronize(self._device)": _OWN_DEVICE,
+    "train/api/compose.py: _shares: torch.accelerator.current_stream(device).synchronize()": _OWN_DEVICE,
 }
 
 
