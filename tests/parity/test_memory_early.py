@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from test_memory_parity import USES, Run, each_step
+from test_memory_parity import FEW, USES, Run, each_step
 from torch import Tensor, nn
 
 from atoll.core.memory import Memory
@@ -20,6 +20,7 @@ from atoll.memory.fitted import Moving
 from atoll.memory.segments import Segments
 from atoll.memory.speculation import Ahead, Speculation
 from atoll.moves.timeline import Bandwidths
+from support.cases import kept_for
 from support.families import FAMILIES, batch, loss_of
 from support.tight import same
 
@@ -154,19 +155,9 @@ ALL = [  # but those that train little: no room is made
     if family != "lora"
     for make in (fused, looped, momentum, without_state)
 ]
-FEW = ("checkpoint, reentrant", "several forwards", "views kept", "hooks of the script")
 
 
-def kept_for_soak(cases: Iterable[Any], often: Collection[Any]) -> list[Any]:
-    """All cases, of which only some are run each time."""
-    marks = {True: (), False: (pytest.mark.soak,)}
-    return [
-        pytest.param(*(each if isinstance(each, tuple) else (each,)), marks=marks[each in often])
-        for each in cases
-    ]
-
-
-@pytest.mark.parametrize(("family", "make"), kept_for_soak(ALL, OFTEN))
+@pytest.mark.parametrize(("family", "make"), kept_for(pytest.mark.soak, ALL, OFTEN))
 def test_the_numbers_are_plain_pytorch_s(family: str, make: Make) -> None:
     settled = family != "experts"  # whose routes are other ones in each step
 
@@ -184,7 +175,7 @@ def test_the_numbers_are_plain_pytorch_s(family: str, make: Make) -> None:
     assert rolled_back == 0 or not settled
 
 
-@pytest.mark.parametrize("use", kept_for_soak(USES, FEW))
+@pytest.mark.parametrize("use", kept_for(pytest.mark.soak, USES, FEW))
 def test_uses_of_parameters_in_all_ways(use: str) -> None:
     compare(each_step(USES[use], steps=5), "gpt")
 
@@ -273,7 +264,7 @@ HARMLESS: dict[str, Callable[[Early], Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", HARMLESS)
+@pytest.mark.parametrize("what", kept_for(pytest.mark.check, HARMLESS, ("gradients are read",)))
 def test_who_looks_sees_what_was_and_the_step_counts(what: str) -> None:
     def body(run: Early) -> list[Any]:
         seen = steps(run, 0, 4)
@@ -369,7 +360,9 @@ BREAKS: dict[str, Callable[[Early], Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", BREAKS)
+@pytest.mark.parametrize(
+    "what", kept_for(pytest.mark.check, BREAKS, ("another backward", "zero_grad without a step", "clipping"))
+)
 def test_what_breaks_the_pattern_is_as_in_plain_pytorch(what: str) -> None:
     """Once, twice in a row (not tried the second time), and on."""
 

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from atoll.core.memory import Memory
 from atoll.memory.fit import fit
 from atoll.memory.fitted import Fitted
+from support.cases import kept_for
 from support.families import FAMILIES, batch, build, loss_of
 from support.models import TinyGPT
 from support.tight import adamw, memory, same
@@ -85,7 +86,7 @@ def compare(family: str, scenario: Scenario, shares: tuple[float, ...] = BUDGETS
         assert same(values, results[0][1]), f"{family} at {share}: other values"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", kept_for(pytest.mark.check, FAMILIES, ("gpt", "assorted")))
 def test_a_family_trains_as_the_plain_model_does(family: str) -> None:
     compare(family, lambda run: run.losses())
 
@@ -395,6 +396,7 @@ USES: dict[str, Callable[[Run, Tensor, Tensor], Any]] = {
     "frozen for a while": frozen_for_a_while,
     "mixed precision": mixed_precision,
 }
+FEW = ("checkpoint, reentrant", "several forwards", "views kept", "hooks of the script")
 
 
 def test_inference_with_attention_in_one_call() -> None:
@@ -432,7 +434,7 @@ def test_with_a_disk_below_and_other_optimizers(tmp_path: Path) -> None:
     compare("lstm", lambda run: run.losses(4), shares=(0.4,), change=disk)
 
 
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("use", kept_for(pytest.mark.check, USES, FEW))
 def test_a_use_is_reached(use: str) -> None:
     compare("gpt", each_step(USES[use]), shares=(0.25, 0.5) if "checkpoint" not in use else (0.4,))
 

@@ -171,6 +171,7 @@ def ends_by_error(place: Place, way: str, address: str) -> list[str]:
     return [str(each.message) for each in caught if each.category is RuntimeWarning]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(("way", "where"), [("server", "at the shards"), ("peers", "at the node's CPU side")])
 def test_a_state_that_was_lost_by_an_error_is_said_once(way: str, where: str, pool: WorkerPool) -> None:
     with ExitStack() as stack:

@@ -134,6 +134,7 @@ def test_what_has_gone_wrong_once(schedule: Schedule) -> None:
     run(schedule)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("moment", ["open", "places", "places held", "state"])
 @pytest.mark.parametrize("kind", ["dies", "tears"])
 def test_a_second_fault_at_each_moment_of_a_meeting(kind: str, moment: str) -> None:
@@ -143,6 +144,7 @@ def test_a_second_fault_at_each_moment_of_a_meeting(kind: str, moment: str) -> N
             run_or_show(Schedule(4, (first, Fault(kind, moment, after, who))))  # type: ignore[arg-type]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("seed", range(4))
 def test_long_schedules(seed: int) -> None:
     for number in range(25):

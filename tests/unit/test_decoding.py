@@ -84,6 +84,7 @@ def test_threads_decode_a_type_for_the_first_time_at_once(way: str) -> None:
     assert (ended.returncode, ended.stdout) == (0, "alive\n"), ended.stderr
 
 
+@pytest.mark.check
 def test_types_are_looked_into_where_modules_are_imported_or_by_one_thread_at_a_time() -> None:
     found = []
     for path in sorted(SOURCE.rglob("*.py")):
