@@ -17,7 +17,9 @@ from atoll.core.errors import CheckpointError, RunError, UserError
 from atoll.store.leases import Leases
 from atoll.train.data.epochs import epoch_of
 from atoll.train.data.leased_sampler import FIRST_LEASE, LeasedBatches, LeasedSampler
+from atoll.train.data.moredata import MoreData
 from atoll.train.data.order import SampleOrder
+from atoll.train.data.owndata import OwnData
 from atoll.train.data.sampler import ShardedSampler
 from atoll.wire.messages import Lease, Leased
 
@@ -76,6 +78,11 @@ def test_alone_the_order_is_the_sharded_samplers(shuffle: bool, batch: int) -> N
         assert office.used[epoch] == Counter(range(50))
 
 
+def own_data() -> OwnData:
+    """Return the loops over own data of a worker alone."""
+    return OwnData(MoreData(), ask=bool, unsent=lambda: False, check=lambda: None, together=False)
+
+
 @pytest.mark.parametrize("in_batches", [True, False])
 def test_an_epoch_of_a_loader_is_one_loop_over_it(in_batches: bool) -> None:
     office = Office()
@@ -85,7 +92,7 @@ def test_an_epoch_of_a_loader_is_one_loop_over_it(in_batches: bool) -> None:
     loader = DataLoader(data, **(how or {"batch_size": 4, "sampler": sampler}))
     for epoch in range(2):
         had = []
-        for batch in epoch_of(loader, [sampler], lambda: None):
+        for batch in epoch_of(loader, [sampler], lambda: None, own_data()):
             had += batch.tolist()
             sampler.count(len(batch))
             office.commit(0, sampler)

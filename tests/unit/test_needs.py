@@ -41,6 +41,7 @@ def under_budgets(strategy: str, settings: list[str] = [], late: bool = False, *
 OVER = {"over": "expert.weight", "ranks": [0, 1]}
 NORM = {"module": "1.norm"}
 AT_HOME = {"steps": "home"}
+OWN_DATA = {"call": "session.epoch_of", "data": "own"}
 TIERED = {"store": "tiered", "link.transport": "tcp", "sync.codec": "float32", "memory.step": "auto"}
 BY_TENSOR = {"unit": "tensor", "optimizer": "Muon", "why": "it came out different"}
 # For each row: a run that the row refuses, and how its sentence begins and ends.
@@ -428,6 +429,16 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         Choices({"call": "session.sampler", "data": "leased", "drop_last": True}),
         "session.sampler: with leased data every sample counts",
         "leave drop_last out",
+    ),
+    "own-data-groups": (
+        Choices({**OWN_DATA, "group": "ring", "sync": "asp", "sync.consistency": "asp"}),
+        "session.epoch_of: under sync.consistency asp groups move between epochs of their workers' own data",
+        "set sync.consistency to bsp, or let session.sampler(dataset) deal the data",
+    ),
+    "own-data-sites": (
+        Choices({**OWN_DATA, "site": "a"}),
+        "session.epoch_of: sites do not tell one another where their workers' own data ends",
+        "let session.sampler(dataset) deal the data",
     ),
 }
 _OTHER_VALUES = {

@@ -611,6 +611,23 @@ def _of_calls() -> Iterator[Need]:
         "session.sampler: with leased data every sample counts; leave drop_last out",
         UserError,
     )
+    own = {"call": Is("session.epoch_of"), "data": Is("own")}
+    deal = "let session.sampler(dataset) deal the data"
+    yield Need(
+        "own-data-groups",
+        ("call",),
+        {**own, "group": Is("ring"), "sync": Is("ssp", "asp")},
+        "session.epoch_of: under sync.consistency {sync.consistency} groups move between epochs of their "
+        f"workers' own data; set sync.consistency to bsp, or {deal}",
+        UserError,
+    )
+    yield Need(
+        "own-data-sites",
+        ("call",),
+        {**own, "site": Given()},
+        f"session.epoch_of: sites do not tell one another where their workers' own data ends; {deal}",
+        UserError,
+    )
 
 
 TABLE: tuple[Need, ...] = tuple(_rows())

@@ -48,6 +48,10 @@ _MIXED = (
     "still calls optimizer.step()); endless loaders may go on as they are"
 )
 _SAME_ORDER = "all workers must make the same calls in the same order, also one without a batch"
+_SKIPPED = (
+    "a worker that skips a batch of session.epoch_of leaves the others waiting: train on it with "
+    "session.weight(0), or skip it on all workers together (session.reduce tells them)"
+)
 _ALIKE = {  # properties that must be equal in calls that meet
     "session.reduce": "be of the same operation, shape and dtype",
     "session.gather": "bring tensors, or all bring other values",
@@ -264,6 +268,8 @@ def _advice_to_worker(stands: Sequence[Stand]) -> str:
         if len({stand.step for stand in stands}) == 1 and len(models) > 1:
             return "every worker must train the same models in the same order"
         return _EQUAL_STEPS
+    if elsewhere and "session.epoch_of" in calls:
+        return _SKIPPED
     stored = next((name for name in calls if name in _STORES), "")
     if stored and (elsewhere or len(calls) > 1):
         return f"every worker calls {stored}: take it out of `if session.is_main`"

@@ -207,6 +207,7 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
                 f"iteration {self.iteration}", {worker: self.commits[worker] for worker in self.members}
             ),
             epochs=self._mixed_epochs(),
+            more=any(self.commits[worker].more for worker in self.members),
         )
         for worker, incarnation in self.members.items():
             draft.reply(worker, incarnation, self.told)

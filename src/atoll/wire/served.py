@@ -113,6 +113,7 @@ class Commit(Message, frozen=True):
     basis: Name = KNOWN  # how certain the weight is (core/weighing.py)
     alike: Weight = 1.0  # its weight where all workers count equally: the number of workers in it
     members: Annotated[list[Count], Meta(max_length=4096)] = []  # of a group: whose gradients it has
+    more: bool = False  # BSP: the contributor has a further batch of its own data in this epoch
 
 
 class Committed(Message, frozen=True):
@@ -125,7 +126,7 @@ class Committed(Message, frozen=True):
     BSP every contributor does, and they move to it. `unlike` is a warning: another live contributor steps
     with other hyperparameters, and no schedule explains them. `alike`: all workers count alike in the mean.
     `counts` is a warning about this where their counts differ. `epochs` is a warning: contributors train
-    batches of different epochs together.
+    batches of different epochs together. `more`: a contributor has a further batch of its own data.
     """
 
     iteration: Count
@@ -137,6 +138,7 @@ class Committed(Message, frozen=True):
     counts: Text = ""
     unlike: Text = ""
     epochs: Text = ""
+    more: bool = False
 
 
 class Step(Message, frozen=True):

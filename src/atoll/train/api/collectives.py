@@ -71,6 +71,16 @@ class Collectives:
         self.confirm(name)
         self.unify(name, registered=True)
 
+    def any_of(self, name: str, own: bool) -> bool:
+        """Return True if `own` is True on any worker. `name` is the call in the script.
+
+        A worker that has yet to enter a run under way knows its own alone.
+        """
+        if self._workers.late:
+            return own
+        with self.call(name):
+            return b"1" in self._workers.gather_bytes(b"1" if own else b"0", name)
+
     def reduce(self, value: Value, op: Reduction, weight: float | None) -> Value:
         """Reduce a value over the workers (`Session.reduce`)."""
         with self.call("session.reduce", asked_of_reduce(value, op)):

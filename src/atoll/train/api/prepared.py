@@ -44,6 +44,7 @@ from atoll.train.api.growth import Growth
 from atoll.train.api.origin import Origin
 from atoll.train.api.stepset import StepSet
 from atoll.train.checkpoint.buffers import ModelBuffers
+from atoll.train.data.moredata import MoreData
 from atoll.train.gradients.backward import BackwardEnd
 from atoll.train.gradients.clipping import GradientNorm
 from atoll.train.gradients.forwards import BesideCompiled, ForwardHooks
@@ -144,6 +145,7 @@ class Prepared:
         steps: Steps,
         tells: Tells,
         unit_of: Callable[[torch.optim.Optimizer, str | None], Unit],
+        more: MoreData,
         step: str | None,
         may_change: bool = False,
     ) -> None:
@@ -157,7 +159,7 @@ class Prepared:
         if not workers.alone:
             self._unwatch_zeroing = watch_zeroing(self._note_zeros)
         self._others = not workers.alone
-        self.samples = SampleCount()
+        self.samples = SampleCount(more)
         # The latest backward that reached a forward, and the latest that left gradients:
         self._reached_in = self._came_in = -1
         self._closed = self._ready = False
@@ -230,6 +232,7 @@ class Prepared:
                     unscaled=lambda: scale_of(optimizers[0]),
                     buffers=self.buffers if len(self.buffers) else None,
                     shares=batches.shares,
+                    more=more,
                 ),
                 config=config,
             )

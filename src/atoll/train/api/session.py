@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import TracebackType
@@ -17,9 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
-from atoll.axes.needs import refusal
+from atoll.axes.needs import check, refusal
 from atoll.core import events
 from atoll.core.childsignals import child_deaths_ignored
 from atoll.core.config import SPEED_VARIABLE, Config
@@ -43,6 +42,8 @@ from atoll.train.checkpoint.resume import Stateful
 from atoll.train.data.batches import OtherBatches, SampledBatches
 from atoll.train.data.epochs import epoch_of
 from atoll.train.data.leased_sampler import LeasedBatches, LeasedSampler
+from atoll.train.data.moredata import MoreData
+from atoll.train.data.owndata import OwnData
 from atoll.train.data.passes import Passes
 from atoll.train.data.peerssampler import PeerBatches
 from atoll.train.data.sampler import BatchesSampler, ShardedSampler
@@ -98,6 +99,14 @@ class Session:
         self._checkpoints = Checkpoints(runtime, self._collectives, masks, aside)
         self._passes = Passes()
         self._batches = SampledBatches(runtime.state, self._passes, runtime.shares)
+        self._more = MoreData(heard=runtime.others in ("local", "shards"))
+        self._own_data = OwnData(
+            self._more,
+            ask=partial(self._collectives.any_of, "session.epoch_of"),
+            unsent=lambda: any(each.reducer.unsent for each in runtime.state.prepared),
+            check=lambda: check("call", runtime.choices(config, None, call="session.epoch_of", data="own")),
+            together=not runtime.workers.alone and runtime.together,
+        )
         self._leaving = Leaving(runtime, self._collectives, masks, self._passes.close)
         self._begin(place.world, speed, given or {})
 
@@ -227,6 +236,7 @@ class Session:
                 steps=self._steps,
                 tells=self._records,
                 unit_of=partial(runtime.unit, self.config, memory),
+                more=self._more,
                 step=step,
                 may_change=may_change,
             )
@@ -322,17 +332,20 @@ class Session:
         order = {"seed": seed, "shuffle": shuffle, "drop_last": drop_last}
         return self._runtime.source.batches(dataset, whole, ahead, order, self._batches.given_by)
 
-    def epoch_of(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        """Return one epoch's batches, like `for batch in loader`. The loader's sampler must be one of this
-        session's.
+    def epoch_of(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Return one epoch's batches, like `for batch in loader`. The epoch ends where the others' epoch
+        ends.
 
-        The epoch ends where the others' epoch ends. This also holds for a node that the others went on
+        With a sampler of this session's in the DataLoader this also holds for a node that the others went on
         without (strategy `peers`) and that came back meanwhile; a plain loop over the loader may end with
         batches of the old epoch that the loader had fetched. Use this method if all workers meet at each
-        epoch's end. Under `peers` the end waits until this node's contributions are applied. Raises UserError
-        for another loader.
+        epoch's end. Under `peers` the end waits until this node's contributions are applied.
+
+        Any other iterable has this worker's own data, and the workers' numbers of batches may differ. A
+        worker without a further batch gets its last one again, with weight 0, while others have more
+        (docs/how-to/uneven-data.md). Workers at their own pace (`ssp`, `asp`) each end by themselves.
         """
-        return epoch_of(loader, self._state.samplers, self._runtime.source.catch_up)
+        return epoch_of(loader, self._state.samplers, self._runtime.source.catch_up, self._own_data)
 
     def schedule(self, scheduler: Any, total: float, steps: int | None = None) -> None:
         """Drive a torch scheduler by the samples that all workers consume; leave out `scheduler.step()` in

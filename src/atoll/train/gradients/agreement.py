@@ -42,6 +42,7 @@ class Ballot:
     def __init__(self, ring: AnyRing, owner: SummedReducer, calls: Calls, treatments: Treatments) -> None:
         self._ring, self._owner, self._calls = ring, owner, calls
         self._buffers, self._treatments, self._shares = calls.buffers, treatments, calls.shares
+        self._more = calls.more
         self._epochs = ComparedEpochs(calls.epochs_mixed)
         self._counts_told = False  # True once the warning on counts was given; equal on all members
         self._says: tuple[object, ...] = ()  # the values from which `_said` was made
@@ -72,9 +73,10 @@ class Ballot:
         epoch = self._epochs.compared(self._calls.epoch())
         buffers = () if self._buffers is None else tuple(self._buffers.said())
         shares = () if self._shares is None else self._shares.said(self._ring.rank, self._ring.world)
-        says = (own, here, epoch, self._treatments.told, awaited, *dirty, *shares, *buffers)
+        more = self._more.has_more
+        says = (own, here, epoch, self._treatments.told, awaited, more, *dirty, *shares, *buffers)
         if says != self._says:
-            head = [0.0, own.weight, own.samples, float(any(here)), float(awaited)]
+            head = [0.0, own.weight, own.samples, float(any(here)), float(awaited), float(more)]
             present = map(float, here) if own.weight > 0 else [0.0] * len(here)
             treated = self._treatments.said(epoch, iteration=False)  # the number of steps is compared too
             self._says = says
@@ -163,6 +165,7 @@ class Ballot:
     def take_over(self, agreed: Agreement) -> None:
         """Apply the data that came with the iteration besides its gradients."""
         self._owner.count_alike = not agreed.certainty.certain
+        self._more.hear(agreed.more)
         told = take_beside(agreed.beside, self._buffers, self._owner.steps, self._calls.counts_unlike)
         self._counts_told = self._counts_told or told
         if self._shares is not None:
@@ -300,6 +303,7 @@ class Agreement:
         certainty: how certain the weights are.
         alike: True if all workers treated the last mean alike.
         newcomers: True if a worker knows of newcomers.
+        more: True if a worker has a further batch of its own data.
         dirty_messages: for each message, True if a gradient changed after the message had left on some
             worker.
         dirty: True if any message is dirty.
@@ -310,11 +314,11 @@ class Agreement:
     """
 
     def __init__(self, summed: list[float], messages: int, slots: list[int], shares: int = 0) -> None:
-        self.steps, self.weight, self.samples, self.with_gradients, newcomers = summed[:5]
-        self.certainty = Certainty(summed[5 : 5 + SAID_OF_WEIGHT])
+        self.steps, self.weight, self.samples, self.with_gradients, newcomers, more = summed[:6]
+        self.certainty = Certainty(summed[6 : 6 + SAID_OF_WEIGHT])
         self.alike = are_alike(summed[HEAD - SAID : HEAD])
         self.beside = _NOTHING
-        self.newcomers = newcomers > 0
+        self.newcomers, self.more = newcomers > 0, more > 0
         self.dirty_messages = [count > 0 for count in summed[HEAD : HEAD + messages]]
         self.dirty = any(self.dirty_messages)
         self.present: list[list[bool]] = []

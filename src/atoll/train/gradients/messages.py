@@ -278,7 +278,7 @@ def lay_messages(chunks: Iterable[BoundChunk], at_least: int, more: int = 0) -> 
 
 
 # Number of an agreement's values, without those for each message, each parameter and each buffer:
-HEAD = 5 + SAID + SAID_OF_WEIGHT
+HEAD = 6 + SAID + SAID_OF_WEIGHT
 
 
 def _aligned(elements: int, size: int) -> int:

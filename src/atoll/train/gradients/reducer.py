@@ -9,7 +9,7 @@ docs/architecture.md, "The gradient".
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from atoll.exchange.feedback import Feedback
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.torch_compat import backward_under_way
 from atoll.train.checkpoint.buffers import ModelBuffers
+from atoll.train.data.moredata import MoreData
 from atoll.train.gradients.samples import ContributionWeight
 from atoll.train.gradients.sums import MakeSum, Own
 from atoll.train.gradients.watch import GradientWatch
@@ -81,6 +82,7 @@ class Calls:
         buffers: the model's buffers; None if no worker takes any.
         shares: this worker's reports on its share of a batch; None: none.
         beside: an object whose state goes along with the reducer's.
+        more: whether the workers' own data goes on, which each iteration tells.
     """
 
     arm: Callable[[], None]
@@ -97,6 +99,7 @@ class Calls:
     buffers: ModelBuffers | None = None
     shares: Shares | None = None
     beside: Beside | None = None
+    more: MoreData = field(default_factory=MoreData)
 
 
 @dataclass(frozen=True)

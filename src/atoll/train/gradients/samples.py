@@ -13,6 +13,7 @@ import msgspec
 from torch import Tensor
 
 from atoll.core.weighing import KNOWN, NONE, said, worst
+from atoll.train.data.moredata import MoreData
 
 
 class ContributionWeight(msgspec.Struct, frozen=True, gc=False):
@@ -56,7 +57,9 @@ class SampleCount:
         guessed: True if `unknown` was used.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, more: MoreData | None = None) -> None:
+        """Begin without samples. Batches that `more` says are repeated weigh nothing."""
+        self._more = more or MoreData()
         self._counted: float | None = None
         self._given: float | None = None
         self._basis = KNOWN  # of the counted samples
@@ -70,7 +73,7 @@ class SampleCount:
         self._counted = samples + (self._counted or 0.0)
         if basis != self._basis:
             self._basis = worst([self._basis, basis])
-        self.latest = self._counted if self._given is None else self._given
+        self._weighs(self._counted if self._given is None else self._given)
 
     def missed(self) -> None:
         """Note that a backward left gradients without a counted batch."""
@@ -80,10 +83,15 @@ class SampleCount:
     def give(self, weight: float) -> None:
         self._forget_used()
         self._given = weight + (self._given or 0.0)
-        self.latest = self._given
+        self._weighs(self._given)
+
+    def _weighs(self, weight: float) -> None:
+        self.latest = 0.0 if self._more.repeats else weight
 
     def contribution(self, has_gradient: bool) -> ContributionWeight:
         """Return this worker's contribution. Without known samples it weighs 1 if `has_gradient`, else 0."""
+        if self._more.repeats:
+            return ContributionWeight(0.0, 0.0)
         known = self._counted if self._given is None else self._given
         basis = KNOWN if self._given is not None else NONE if self._counted is None else self._basis
         weight = (1.0 if has_gradient else 0.0) if known is None else known

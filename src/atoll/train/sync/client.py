@@ -52,6 +52,7 @@ class Outgoing:
         behind: the number of the contributor's own exchanges that were in flight when it was computed.
         grouping: the hub's latest grouping that the group knows.
         waits: True if the script waits for the answer.
+        more: True if one of the contributor's workers has a further batch of its own data.
         begun_in: the ring's generation in which the exchange began; -1: it has not begun.
         sent_in: the ring's generation in which this member sent its part; -1: in none.
     """
@@ -66,6 +67,7 @@ class Outgoing:
     behind: int = 0
     grouping: int = 0
     waits: bool = True
+    more: bool = False
     begun_in: int = -1
     sent_in: int = -1
 
@@ -199,6 +201,7 @@ class ServerClient:
                 grouping=out.grouping,
                 behind=out.behind,
                 members=out.able,
+                more=out.more,
                 stand=self._stand(out.iteration) if out.waits else None,
             ),
             until=until,

@@ -380,11 +380,12 @@ class MeanExchange(Server):
     def _is_whole(self, own: ContributionWeight, of_group: ContributionWeight) -> None:
         if self.group is not None:
             self.group.whole()
-        self._committed = self.steps
+        self._committed, told = self.steps, self._calls.more
+        more = told.has_more if self.group is None else bool(told.answer)
         if self.sum.has_sent:
-            out = Outgoing(self.steps, own, {}, {}, used=self.connection.used())
+            out = Outgoing(self.steps, own, {}, {}, used=self.connection.used(), more=more)
         else:
-            out = self._contribution(of_group, None)
+            out = self._contribution(of_group, None, more=more)
         what = f"the mean of iteration {self.steps} over all groups"
         with self._timed():
             answer, values = self.uplink.round(what, lambda: self._exchange(out, what), self.steps)
@@ -396,6 +397,7 @@ class MeanExchange(Server):
             self._store.put_mean(bound, values[bound.chunk.id], present)
         self._store.end_mean()
         self._done(own, answer.samples)
+        self._calls.more.hear(answer.counted.more)
         self._take_word(answer.counted)
 
     def _push(self, out: Outgoing, role: Role, along: Mapping[int, Tensor] | None) -> None:
