@@ -363,7 +363,7 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
     ),
     "sync-norm-cpu": (
         Choices({**NORM, "device": "cpu", "process group": "there is none"}),
-        "module '1.norm' is an nn.SyncBatchNorm, which torch has for GPUs alone; use nn.BatchNorm",
+        "module '1.norm' is an nn.SyncBatchNorm, which on a CPU takes strategy 'ring' or 'hierarchical'",
         "a norm that needs none of the batch (nn.GroupNorm, nn.LayerNorm)",
     ),
     "sync-norm-group": (
@@ -414,6 +414,11 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         "strategy 'peers' steps the optimizer in a process of its own, which cannot import Own: it is "
         "defined in the script itself",
         "put it into a module of its own, beside the script",
+    ),
+    "average-elsewhere": (
+        Choices({"average": True, "sync": "asp", "run.strategy": "server"}),
+        "session.average: strategy 'server' steps the optimizer in a process of its own",
+        "use torch.optim.swa_utils.AveragedModel(model) and session.register(average=...)",
     ),
     "settings-elsewhere": (
         Choices({**AT_HOME, "setting": "param_groups[0]['x']", "kind": "set"}),

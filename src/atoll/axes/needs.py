@@ -505,15 +505,16 @@ def _of_models() -> Iterator[Need]:
     yield Need(
         "sync-norm-cpu",
         prepare,
-        {"module": Given(), "device": Is("cpu")},
-        what + "which torch has for GPUs alone; use nn.BatchNorm, whose statistics are those of each "
-        "worker's own batch, or a norm that needs none of the batch (nn.GroupNorm, nn.LayerNorm)",
+        {"module": Given(), "device": Is("cpu"), "joint": IsNot(True)},
+        what + "which on a CPU takes strategy 'ring' or 'hierarchical' without run.elastic: use these, or "
+        "nn.BatchNorm, whose statistics are those of each worker's own batch, or a norm that needs none of "
+        "the batch (nn.GroupNorm, nn.LayerNorm)",
         PrepareError,
     )
     yield Need(
         "sync-norm-group",
         prepare,
-        {"module": Given(), "process group": IsNot("whole")},
+        {"module": Given(), "process group": IsNot("whole"), "joint": IsNot(True)},
         what + "which works over a torch.distributed process group, and {process group}; call "
         'torch.distributed.init_process_group("nccl") after atoll.join and before session.prepare, or use '
         "nn.BatchNorm",
@@ -581,6 +582,14 @@ def _of_models() -> Iterator[Need]:
         {"steps": Is("home"), "defined": Given()},
         "strategy {run.strategy!r} steps the optimizer in a process of its own, which cannot import "
         "{optimizer}: it is defined {defined}; put it into a module of its own, beside the script",
+        PrepareError,
+    )
+    yield Need(
+        "average-elsewhere",
+        prepare,
+        {"average": Is(True), "sync": Is("bsp", "ssp", "asp", "peers")},
+        "session.average: strategy {run.strategy!r} steps the optimizer in a process of its own, which keeps "
+        "no average; use torch.optim.swa_utils.AveragedModel(model) and session.register(average=...)",
         PrepareError,
     )
     yield Need(

@@ -425,6 +425,15 @@ def bare_step(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimi
     return bare
 
 
+@_needs("torch.optim.Optimizer._patch_step_function")
+def hook_step(optimizer: torch.optim.Optimizer) -> None:
+    """Put torch's wrapper, which runs hooks, around the `step` of the optimizer's class, unless it is there.
+
+    Private: `_patch_step_function`, 2.8 to 2.13. Public way: none; torch calls it as an optimizer is made.
+    """
+    optimizer._patch_step_function()
+
+
 # Learning-rate schedulers
 
 

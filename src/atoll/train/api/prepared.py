@@ -52,7 +52,7 @@ from atoll.train.gradients.memory import Tiers
 from atoll.train.gradients.othersteps import OtherSteps
 from atoll.train.gradients.reducer import Calls, Clipping, Shares
 from atoll.train.gradients.samples import ContributionWeight, SampleCount, SeenSamples
-from atoll.train.gradients.syncnorm import check_sync_batch_norm
+from atoll.train.gradients.syncnorm import SyncNorms
 from atoll.train.gradients.watch import GradientWatch
 from atoll.train.gradients.whole import Whole
 from atoll.train.members.workers import Workers
@@ -146,6 +146,7 @@ class Prepared:
         tells: Tells,
         unit_of: Callable[[torch.optim.Optimizer, str | None], Unit],
         more: MoreData,
+        joint_norms: bool,
         step: str | None,
         may_change: bool = False,
     ) -> None:
@@ -163,10 +164,11 @@ class Prepared:
         # The latest backward that reached a forward, and the latest that left gradients:
         self._reached_in = self._came_in = -1
         self._closed = self._ready = False
+        self._sync_norms: SyncNorms | None = None
         _refuse_wrapped(self.module)
         _refuse_sparse(self.module)
         if not workers.alone:
-            check_sync_batch_norm(self.module, device, workers.place.world)
+            self._sync_norms = SyncNorms(self.module, device, workers.place.world, more, joint=joint_norms)
         self.parameters = dict(self.module.named_parameters())
         check_bindable(self.parameters)
         refuse_apart(self.module, store="sharded" if tiers is not None and tiers.has_members else "resident")
@@ -240,6 +242,8 @@ class Prepared:
         # After the step hooks were made, so that the session's policy on gradients runs first.
         lies.fit(model, optimizers[0], BatchEpochs(batches.epoch, epochs_mixed))
         self._ready = True
+        if self._sync_norms is not None:
+            self._sync_norms.join(workers, self.samples)
         self.reducer.ready()
         backward.add(self.reducer)
         for each in self.sets:
@@ -337,6 +341,8 @@ class Prepared:
         self._growth.close()
         if self._other_steps is not None:
             self._other_steps.close()
+        if self._sync_norms is not None:
+            self._sync_norms.close()
         for handle in self._lazy_hooks:
             handle.remove()
         self._unwatch_zeroing()

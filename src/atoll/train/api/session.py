@@ -26,6 +26,7 @@ from atoll.core.effects import without_effect
 from atoll.core.errors import AtollError, UserError
 from atoll.core.memory import Memory
 from atoll.observe.failing import say_leaving
+from atoll.train.api.average import Average, Averages
 from atoll.train.api.checkpoints import Checkpoints
 from atoll.train.api.collectives import Collectives
 from atoll.train.api.compose import RunMembership, compose
@@ -74,7 +75,7 @@ class Session:
         speed, stretch = speed_from(), None
         if speed != 1:
             stretch = Stretch(speed, runtime.meter.computing_clock)
-        self._models = Models(runtime.state.prepared)
+        self._models, self._averages = Models(runtime.state.prepared), Averages()
         self._schedules = Schedules(
             runtime.state,
             runtime.records,
@@ -215,12 +216,15 @@ class Session:
         former = self._models.check_new(model, optimizers, name)
         runtime, prepared_before = self._runtime, self._state.prepared
         number = len(prepared_before) if former is None else prepared_before.index(former)
-        facts = {"several optimizers": len(optimizers) > 1}
+        average = self._averages.of(model)
+        facts = {"several optimizers": len(optimizers) > 1, "average": average is not None}
         may_change = refusal("prepare", runtime.choices(self.config, memory, again=True)) is None
         with self._collectives.call("session.prepare"):
             tiers = runtime.tiers(self.config, memory, again=former is not None, **facts)
             if former is not None:
                 former.leave()
+            if average is not None:
+                average.begin(optimizers)
             prepared = Prepared(
                 model,
                 optimizers,
@@ -237,6 +241,7 @@ class Session:
                 tells=self._records,
                 unit_of=partial(runtime.unit, self.config, memory),
                 more=self._more,
+                joint_norms=runtime.others == "local" and runtime.member is None,
                 step=step,
                 may_change=may_change,
             )
@@ -254,6 +259,16 @@ class Session:
             )
         self._meter.begin()
         return model, optimizer
+
+    def average(self, model: nn.Module, decay: float) -> Average:
+        """Return the exponential average of the parameters of `model`, which each step moves: `decay` times
+        itself, and 1 - `decay` times the new value.
+
+        Call this before `session.prepare(model, ...)`. The average is a state of the optimizer: under budgets
+        it lies in tiers, members share it like the model, and the session's checkpoints have it. Strategies
+        whose optimizer steps elsewhere refuse it in `prepare` (docs/how-to/ema.md).
+        """
+        return self._averages.add(model, decay, [each.module for each in self._state.prepared])
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which `backward()` only accumulates this worker's gradients.
