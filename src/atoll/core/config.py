@@ -58,6 +58,7 @@ Consistency = Literal["bsp", "ssp", "asp"]
 Readable = Literal["owner", "group", "all"]
 Ordering = Literal["measured", "natural"]
 NonFinite = Literal["stop", "skip", "allow"]
+Buffers = Literal["rank 0", "mean", "own"]
 GroupBy = Literal["auto", "speed", "site", "joint"]
 Scaled = Literal["weight", "rate", "none"]
 Uplink = Literal["auto", "leader", "members"]
@@ -143,6 +144,11 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             `peers` with `sync.stale_max = 0`) no worker applies the iteration; otherwise only the bad
             contribution is left out. A line names the iteration and what was left out. `allow`: the gradient
             is applied, as in PyTorch.
+        buffers: What workers do with a model's buffers, such as BatchNorm's running statistics. `rank 0`: a
+            ring takes the first worker's after each iteration that has changed any; others at
+            `session.barrier`, `session.save` and the session's end. `mean`: each worker has its own while it
+            trains, and at these calls all take the mean of floating-point buffers, and the first worker's of
+            others. `own`: each worker's stay its own, and a checkpoint has the first worker's.
         consistency: Strategies `server` and `ps-hra`: how far workers (with sites: sites) may be apart.
             `bsp`: not at all, each step has one contribution from each. `ssp`: by `sync.slack` iterations.
             `asp`: without limit. The default under `ps-hra` is `asp`.
@@ -183,6 +189,7 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     timeout: SpanText = "10min"
     nonfinite: NonFinite = "stop"
+    buffers: Buffers = "rank 0"
     consistency: Consistency = "bsp"
     slack: Annotated[int, msgspec.Meta(ge=0)] = 4
     global_batch: Annotated[int, msgspec.Meta(ge=0, lt=2**53)] = 0

@@ -213,7 +213,7 @@ def _with_ring(config: Config, place: Place, device: torch.device, member: HubRi
     else:
         order = order_for(config, device)
     seat = Seat(place, late=member is not None and member.late)
-    state = TrainingState(place, device)
+    state = TrainingState(place, device, config.sync.buffers)
     records = Records(config, seat, state, notices=None if member is None else member.hub.notices)
     if member is not None or place.store:
         ring = Ring(
@@ -331,7 +331,7 @@ def _with_peers(config: Config, device: torch.device, node: NodeWorker) -> Runti
     """Return the objects of a node's device, among other nodes."""
     roster = NodesRoster(node)
     workers = Workers(NodesMeeting(node, roster))
-    state = TrainingState(workers.place, device)
+    state = TrainingState(workers.place, device, config.sync.buffers)
     records = Records(config, roster, state, node=node)
     pace = Pace(config.groups.probe)
     peers = Peers(node, workers, state, lambda: pace.latest, config.sync.stale_max, records.warn)
@@ -365,7 +365,7 @@ def _with_peers(config: Config, device: torch.device, node: NodeWorker) -> Runti
 def _with_shards(config: Config, place: Place, device: torch.device, service: Service) -> Runtime:
     """Return the objects of a worker of a parameter server, by itself or in a group."""
     attendance = Attendance(place, late=service.shards.late, grouped=service.rings is not None)
-    state = TrainingState(place, device)
+    state = TrainingState(place, device, config.sync.buffers)
     records = Records(config, attendance, state, service, notices=service.hub.notices)
     pace, models, leases = Pace(config.groups.probe), ServedModels(), Leases(service.hub)
     together = config.sync.consistency == "bsp"

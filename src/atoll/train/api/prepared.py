@@ -232,7 +232,7 @@ class Prepared:
                     epoch=batches.epoch,
                     epochs_mixed=epochs_mixed,
                     unscaled=lambda: scale_of(optimizers[0]),
-                    buffers=self.buffers if len(self.buffers) else None,
+                    buffers=self.buffers if len(self.buffers) and config.sync.buffers == "rank 0" else None,
                     shares=batches.shares,
                     more=more,
                 ),

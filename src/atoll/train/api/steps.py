@@ -54,7 +54,7 @@ class Steps:
         state, samples = self._state, of.own_samples
         self._backward.settle()  # for the optimizer's computing
         self._schedules.stepped(prepared, of)
-        if not self._runtime.strategy.shares_buffers:
+        if self._state.buffers == "rank 0" and not self._runtime.strategy.shares_buffers:
             self._look_at_buffers(prepared)
         if of is not state.prepared[0].sets[0]:
             return

@@ -15,6 +15,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from atoll.core.config import Buffers
 from atoll.core.decoding import converted
 from atoll.core.errors import AtollError, CheckpointError, UserError
 from atoll.memory.othergroups import check_held, of_member
@@ -99,9 +100,10 @@ class TrainingState:
         resumed_random: this worker's loaded random state, from a load until its next step; else None.
     """
 
-    def __init__(self, place: Place, device: torch.device) -> None:
-        """Begin empty. `place` is this worker's place as the session begins."""
-        self._device = device
+    def __init__(self, place: Place, device: torch.device, buffers: Buffers = "rank 0") -> None:
+        """Begin empty. `place` is this worker's place as the session begins, and `buffers` is
+        `sync.buffers`."""
+        self._device, self.buffers = device, buffers
         self.rank, self.world = place.rank, place.world
         self.prepared: list[Prepared] = []
         self.samplers: list[AnySampler] = []
@@ -126,8 +128,8 @@ class TrainingState:
             tiers.sync(what)
 
     def unify(self, workers: Workers, what: str, *, registered: bool = False) -> None:
-        """Give all workers the first worker's buffers if they differ; with `registered`, also tensors of
-        registered modules.
+        """Give all workers equal buffers, as `sync.buffers` says; with `registered`, also the first worker's
+        tensors of registered modules.
 
         A collective. A tensor whose shape or dtype differs between workers stays each worker's own.
         """
@@ -145,23 +147,35 @@ class TrainingState:
                 if all(other.get(name) == kinds[name] for other, _ in everyone)
                 and any(other[name] != sums[name] for _, other in everyone)
             ]
-            workers.take_from_first([named[name] for name in differing], what)
+            means = [name for name in differing if self._is_averaged(name, named[name])]
+            workers.take_from_first([named[name] for name in differing if name not in means], what)
+            for name in means:
+                exact = named[name].detach().to(torch.float64)
+                named[name].copy_(workers.reduce(exact, "mean", what=what))
         for prepared in self.prepared:
             prepared.buffers.settle()
 
     def _of_each_worker(self, registered: bool) -> dict[str, Tensor]:
         """Return, by name, the tensors of which each worker may have a copy of its own; see `unify`."""
-        named = {
-            f"{index} {name}": tensor
-            for index, prepared in enumerate(self.prepared)
-            for name, tensor in prepared.buffers.named().items()
-        }
+        named = self._buffers() if self.buffers != "own" else {}
         shared = {id(p) for prepared in self.prepared for p in prepared.parameters.values()}
         for name, module in self.registered.items() if registered else ():
             if isinstance(module, nn.Module) and not _lies_elsewhere(module):
                 tensors = [*module.named_parameters(), *module.named_buffers()]
                 named |= {f"{name} {key}": each.detach() for key, each in tensors if id(each) not in shared}
         return named
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """Return the buffers of all models by the model's number and the buffer's name."""
+        return {
+            f"{index} {name}": tensor
+            for index, prepared in enumerate(self.prepared)
+            for name, tensor in prepared.buffers.named().items()
+        }
+
+    def _is_averaged(self, name: str, tensor: Tensor) -> bool:
+        """True if workers take the mean of a tensor of `_of_each_worker`."""
+        return self.buffers == "mean" and tensor.is_floating_point() and name in self._buffers()
 
     def save(self, workers: Workers, path: str | os.PathLike[str]) -> None:
         """Write a checkpoint on the first worker. A collective.

@@ -8,6 +8,7 @@ the gradients of the statistics, weighted as the workers' batches are in the mea
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from atoll.train.gradients.samples import SampleCount
 from atoll.train.members.workers import Workers, asked_of_reduce
 
 _NAME = "nn.SyncBatchNorm"
+_JOINT: WeakKeyDictionary[nn.Module, JointBatch] = WeakKeyDictionary()  # by layer
 
 
 class JointBatch:
@@ -78,29 +80,27 @@ class _Sum(torch.autograd.Function):
 
 
 class JointBatchNorm(nn.SyncBatchNorm):
-    """An nn.SyncBatchNorm whose statistics in training are those of `joint`. A copy of it, or a saved one, is
-    torch's own layer."""
-
-    joint: JointBatch
+    """An nn.SyncBatchNorm whose statistics in training are those of the joint batch. A copy of it, or a saved
+    one, is torch's own layer."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        kept = {name: value for name, value in self.__dict__.items() if name != "joint"}
-        return object.__new__, (nn.SyncBatchNorm,), kept
+        return object.__new__, (nn.SyncBatchNorm,), self.__dict__.copy()
 
     @torch.compiler.disable
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
             return super().forward(input)
         self._check_input_dim(input)
-        counts = float(self.joint.counts)
+        joint = _JOINT[self]
+        counts = float(joint.counts)
         along = [0, *range(2, input.dim())]
         shape = [1, -1, *[1] * (input.dim() - 2)]
         rows = counts * (input.numel() // input.shape[1])
-        sums = _Sum.apply(torch.cat([counts * input.sum(along), input.new_tensor([rows])]), self.joint)
+        sums = _Sum.apply(torch.cat([counts * input.sum(along), input.new_tensor([rows])]), joint)
         rows_of_all = sums[-1].detach()
         mean = sums[:-1] / rows_of_all
         distance = input - mean.view(shape)
-        variance = _Sum.apply(counts * distance.square().sum(along), self.joint) / rows_of_all
+        variance = _Sum.apply(counts * distance.square().sum(along), joint) / rows_of_all
         self._track(mean.detach(), variance.detach() * (rows_of_all / (rows_of_all - 1)))
         normal = distance * (variance + self.eps).rsqrt().view(shape)
         if self.weight is None:
@@ -151,11 +151,11 @@ class SyncNorms:
         """Let the layers take the joint batch's statistics; `samples` are those by which gradients weigh."""
         for layer in self._layers if self._joint else ():
             layer.__class__ = JointBatchNorm
-            layer.joint = JointBatch(workers, samples, self._more)  # type: ignore[assignment]
+            _JOINT[layer] = JointBatch(workers, samples, self._more)
 
     def close(self) -> None:
         """Let the layers be torch's own again."""
         for layer in self._layers:
             if isinstance(layer, JointBatchNorm):
-                del layer.joint
+                del _JOINT[layer]
                 layer.__class__ = nn.SyncBatchNorm
