@@ -94,6 +94,17 @@ class Checkpoints:
                     "session.prepare"
                 )
             with self._aside():
-                self._state.load(self._workers, path)
+                saved = self._state.load(self._workers, path)
                 self._runtime.strategy.loaded()
             self._masks.begin()
+        self._tell_of_random(saved)
+
+    def _tell_of_random(self, saved: int) -> None:
+        """Record what a load at another number of workers than the `saved` one does to random numbers."""
+        world = self._state.world
+        if saved == world:
+            return
+        what = "each worker goes on with the state of its rank"
+        if saved < world:
+            what += f", and those from worker {saved} on derive theirs from worker 0's"
+        self._records.decided("random numbers", f"of {saved} saved states, for {world} workers", what)

@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 from atoll.core.errors import ConfigError, DeadlineError
 from atoll.tensors.torch_compat import default_store
 from atoll.train.group.standing import Standing
-from atoll.train.members.reach import host_among, whereabouts
+from atoll.train.members.reach import hidden_address, host_among, whereabouts
 
 _joins = itertools.count()
 
@@ -152,8 +152,8 @@ def _meet(environment: Mapping[str, str], timeout: float) -> Store:
             found, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
         except (RuntimeError, ValueError, OSError) as error:
             raise DeadlineError(
-                f"no store answered at MASTER_ADDR:MASTER_PORT {address} within {timeout:g} s: "
-                f"{str(error).splitlines()[0]}"
+                f"no store answered at MASTER_ADDR:MASTER_PORT {address} within {timeout:g} s"
+                f"{hidden_address(environment['MASTER_ADDR'])}: {str(error).splitlines()[0]}"
             ) from error
     # A restarted launch meets in the store of the launch before, and a second session of this process in the
     # store of the first. Neither may find the other's keys.

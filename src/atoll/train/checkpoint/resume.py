@@ -199,8 +199,8 @@ class TrainingState:
                 failure = str(error)
         _raise_together(workers, failure, "session.save (worker 0 to write)")
 
-    def load(self, workers: Workers, path: str | os.PathLike[str]) -> None:
-        """Read a checkpoint on every worker. A collective.
+    def load(self, workers: Workers, path: str | os.PathLike[str]) -> int:
+        """Read a checkpoint on every worker; return the number of workers that saved it. A collective.
 
         Raises CheckpointError on every worker, and changes nothing, if one worker cannot go on from its
         checkpoint, or if workers have read different checkpoints.
@@ -233,6 +233,7 @@ class TrainingState:
         for sampler, saved in zip(self.samplers, state["samplers"], strict=True):
             sampler.load_state_dict(saved)
         self._load_random(workers.place.rank, state["random"])
+        return len(state["random"])
 
     def _in_own_order(
         self, model: dict[str, Any], trees: dict[str, Any], where: str
@@ -608,6 +609,8 @@ class TrainingState:
                 )
 
     def _load_random(self, rank: int, states: list[dict[str, Any]]) -> None:
+        """Put back the random state that this rank saved. A rank beyond the saved ones derives its own from
+        worker 0's."""
         if rank < len(states):
             self.resumed_random = states[rank]
             set_random_state(states[rank], self._device)

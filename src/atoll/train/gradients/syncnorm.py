@@ -59,24 +59,29 @@ class JointBatch:
         mine = gradient.to(torch.float64) if weight > 0 else torch.zeros_like(gradient, dtype=torch.float64)
         uncertain = mine.new_tensor([float(not own.is_certain)])
         said = torch.cat([(weight * mine).flatten(), mine.flatten(), uncertain])
-        weighted, alike, unsure = self.sum(said).split([mine.numel(), mine.numel(), 1])
+        summed, size = self.sum(said), mine.numel()
         if weight <= 0:
             return torch.zeros_like(gradient)
-        summed = alike if unsure > 0 else weighted / weight
-        return summed.view_as(gradient).to(gradient.dtype)
+        chosen = summed[size : 2 * size] if summed[-1] > 0 else summed[:size] / weight
+        return chosen.view_as(gradient).to(gradient.dtype)
 
 
 class _Sum(torch.autograd.Function):
     """The sum of the workers' values, in which gradients go back to all workers."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, batch: JointBatch) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, values: Tensor, batch: JointBatch) -> Tensor:
         ctx.batch = batch
         return batch.sum(values).to(values.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return ctx.batch.sum_gradients(gradients[0]), None
+
+
+def _sum(values: Tensor, joint: JointBatch) -> Tensor:
+    summed: Tensor = _Sum.apply(values, joint)  # type: ignore[no-untyped-call]
+    return summed
 
 
 class JointBatchNorm(nn.SyncBatchNorm):
@@ -86,7 +91,7 @@ class JointBatchNorm(nn.SyncBatchNorm):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return object.__new__, (nn.SyncBatchNorm,), self.__dict__.copy()
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
             return super().forward(input)
@@ -96,11 +101,11 @@ class JointBatchNorm(nn.SyncBatchNorm):
         along = [0, *range(2, input.dim())]
         shape = [1, -1, *[1] * (input.dim() - 2)]
         rows = counts * (input.numel() // input.shape[1])
-        sums = _Sum.apply(torch.cat([counts * input.sum(along), input.new_tensor([rows])]), joint)
+        sums = _sum(torch.cat([counts * input.sum(along), input.new_tensor([rows])]), joint)
         rows_of_all = sums[-1].detach()
         mean = sums[:-1] / rows_of_all
         distance = input - mean.view(shape)
-        variance = _Sum.apply(counts * distance.square().sum(along), joint) / rows_of_all
+        variance = _sum(counts * distance.square().sum(along), joint) / rows_of_all
         self._track(mean.detach(), variance.detach() * (rows_of_all / (rows_of_all - 1)))
         normal = distance * (variance + self.eps).rsqrt().view(shape)
         if self.weight is None:
@@ -158,4 +163,4 @@ class SyncNorms:
         for layer in self._layers:
             if isinstance(layer, JointBatchNorm):
                 del _JOINT[layer]
-                layer.__class__ = nn.SyncBatchNorm
+                layer.__class__ = nn.SyncBatchNorm  # type: ignore[assignment]

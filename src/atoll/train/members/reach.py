@@ -143,3 +143,17 @@ def _default(name: str) -> str:
         except OSError:
             continue
     return "127.0.0.1"
+
+
+def hidden_address(name: str) -> str:
+    """Return, in words, the address of a host `name` that only this machine reaches; "" for another host."""
+    try:
+        addresses = [str(found[4][0]) for found in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+    except OSError:
+        return ""
+    if name in addresses or not all(ipaddress.ip_address(a.partition("%")[0]).is_loopback for a in addresses):
+        return ""
+    return (
+        f" ({name} is {addresses[0]} on this machine, which no other machine reaches; give MASTER_ADDR an "
+        "address of worker 0's machine)"
+    )
