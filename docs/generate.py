@@ -141,6 +141,7 @@ _MOMENTS: dict[Moment, str] = {
 # What a row may speak of beside keys of the configuration.
 FACTS = {
     "store": "where the model lies: `resident`, `tiered`, `sharded` or `lent`",
+    "group": "who sums gradients first: `solo`, or a `ring` of workers",
     "sync": "what happens between contributors: `local`, `bsp`, `ssp`, `asp`, `peers` or `replicas`",
     "link.lossy": "whether the link may lose parts of gradients",
     "hub": "the address of the hub; empty without one",
@@ -159,6 +160,8 @@ FACTS = {
     "module": "a module of the model that is an `nn.SyncBatchNorm`",
     "device": "the kind of device",
     "process group": "torch's default group: `whole`, or what it lacks",
+    "joint": "whether the workers can sum the layer's statistics",
+    "average": "whether `session.average` was called for the model",
     "dtype": "of a trained parameter",
     "unit": "what the optimizer steps by itself: `element` or `tensor`",
     "step": "the unit of steps that the script gave to `session.prepare`",
@@ -168,7 +171,7 @@ FACTS = {
     "defined": "where the optimizer's class is defined, if no other process can import it there",
     "setting": "a value in the optimizer's param groups that is no plain value",
     "call": "what the script calls",
-    "data": "how the script gets data: `dealt` or `leased`",
+    "data": "how the script gets data: `dealt`, `leased`, or its `own`",
     "drop_last": "an argument of the call",
 }
 _STORES = {
