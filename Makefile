@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+RIVALS := .venv-rivals
 
 # So that isolated builds (pip makes its own environment for them) obey the pins as well: up to pip 25.2
 # by the first, from then on by the second.
@@ -38,8 +39,20 @@ soak: $(READY)
 scripts: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/scripts_table.py
 
-scripts-rivals: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/scripts_table.py --columns DDP FSDP2
+# The same under DDP, FSDP2, Accelerate and DeepSpeed, in an environment of their own: with tests/rivals.txt's packages.
+scripts-rivals: $(RIVALS)/.ready
+	OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/$(RIVALS)/extensions \
+		$(RIVALS)/bin/python tests/scripts_table.py --columns DDP FSDP2 Accelerate "DeepSpeed ZeRO-3"
+	TORCH_EXTENSIONS_DIR=$(CURDIR)/$(RIVALS)/extensions $(RIVALS)/bin/python -m pytest tests/processes/test_coming_from.py
+
+$(RIVALS)/.ready: tests/rivals.txt constraints.txt $(READY)
+	$(PYTHON) -m venv $(RIVALS)
+	$(RIVALS)/bin/python -m pip install --quiet --constraint constraints.txt torch numpy setuptools wheel
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(RIVALS)/bin/python -m pip install --quiet --no-build-isolation \
+		--constraint constraints.txt --requirement tests/rivals.txt --editable '.[test]'
+	PATH=$(CURDIR)/$(RIVALS)/bin:$$PATH DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/$(RIVALS)/extensions \
+		$(RIVALS)/bin/python tests/support/deepspeed_ops.py
+	@touch $(RIVALS)/.ready
 
 bench: $(READY)
 	@for script in benchmarks/overhead.py benchmarks/step.py benchmarks/ring.py benchmarks/ring_order.py benchmarks/footprint.py \
@@ -68,4 +81,4 @@ $(READY): pyproject.toml constraints.txt setup.py $(wildcard src/atoll/*/csrc/*)
 	@touch $(READY)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build
+	rm -rf $(VENV) $(RIVALS) .pytest_cache .mypy_cache .ruff_cache .hypothesis build

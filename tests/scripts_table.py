@@ -42,8 +42,10 @@ def main() -> None:
                     continue
                 took = time.monotonic() - begin
                 print(f"{name:24} {column:22} {took:5.1f} s {outcome.kind} {outcome.line}", flush=True)
+                record = Record.read()  # another run may have written its cells since
                 record.put(name, column, outcome)
                 record.write()
+    record = Record.read()
     PAGE.write_text(record.page(), encoding="utf-8")
 
 

@@ -109,11 +109,14 @@ def keep_loss(loss: Any) -> None:
 def keep(session: Any, **models: Any) -> None:
     """Keep the values with which a script ends, once they are the newest on every worker."""
     session.barrier()
+    gathered = getattr(session, "whole", None)  # of a rival that shards parameters
     for name, model in models.items():
-        held = dict(model.named_parameters()) if isinstance(model, nn.Module) else {"": model}
-        for key, value in held.items():
-            whole = value.full_tensor() if hasattr(value, "full_tensor") else torch.as_tensor(value)
-            values[f"{name}.{key}" if key else name] = whole.detach().clone()
+        is_model = isinstance(model, nn.Module)
+        held = dict(model.named_parameters()) if is_model else {"": model}
+        with gathered(model) if gathered and is_model else contextlib.nullcontext():
+            for key, value in held.items():
+                whole = value.full_tensor() if hasattr(value, "full_tensor") else torch.as_tensor(value)
+                values[f"{name}.{key}" if key else name] = whole.detach().clone()
 
 
 def show() -> None:

@@ -1,67 +1,292 @@
-"""Scripts of tests/scripts under torch's own ways to train on several workers, for the table's last columns.
+"""Scripts of tests/scripts under other ways to train on several workers, for the table's last columns.
 
-Both change a model in place, so that a script need not be written anew: DistributedDataParallel by torch's
-`replicate`, which is the same class behind hooks, and FSDP2 by `fully_shard` on the whole model.
+A script is run as it is, with a session that does what the script's user would write for the rival:
+
+| column | `session.prepare(model, optimizer)` |
+| --- | --- |
+| DDP | `model = DistributedDataParallel(model)` |
+| FSDP2 | `fully_shard(model)`; the optimizer gets the sharded parameters, as if it had been made afterwards |
+| Accelerate | `model, optimizer = accelerator.prepare(model, optimizer)` |
+| DeepSpeed ZeRO-3 | `engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=...)` |
+
+Where a rival returns a wrapper, the script's `model(...)` calls the wrapper, and all else of the model is
+what the user writes as `model.module`. A model without a forward of its own (`nn.ModuleList`) is wrapped part
+by part.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
+import os
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from types import MethodType
+from typing import Any, ClassVar, Protocol
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
-from atoll.core.errors import PrepareError
+from atoll.launch.ports import free_port
 from atoll.train.api.place import Place
 
-RIVALS = ("DDP", "FSDP2")
-_TIMEOUT = timedelta(seconds=60)
+_TIMEOUT = timedelta(seconds=30)
 
 
-class Rival:
-    """A session of torch's own: what scripts call of Atoll's session, by DDP or FSDP2."""
+class Way(Protocol):
+    """How one rival takes a model and its optimizers."""
 
-    device = torch.device("cpu")
+    def wrap(self, model: nn.Module, optimizers: Sequence[Any]) -> None: ...
 
-    def __init__(self, kind: str, place: Place) -> None:
-        self.rank, self.world, self.is_main = place.rank, place.world, place.rank == 0
-        self._kind, self._place = kind, place
-        self._models: list[nn.Module] = []
-        self._samplers: list[DistributedSampler[Any]] = []
+    def no_sync(self) -> contextlib.AbstractContextManager[None]: ...
 
-    def prepare(self, model: nn.Module, optimizer: Any, **_: Any) -> tuple[nn.Module, Any]:
-        """Have `model` replicated or sharded; an error of torch's counts as its refusal."""
+    def joined(self) -> contextlib.AbstractContextManager[None]:
+        """Within it workers may have unequal numbers of batches, where the rival can do that."""
+
+    def whole(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Within it every worker can read all values of the model's parameters."""
+
+
+class Ddp:
+    """DistributedDataParallel, with the options that its errors ask for."""
+
+    def __init__(self, options: dict[str, bool]) -> None:
+        self._options = options
+        self._wrappers: list[DistributedDataParallel] = []
+
+    def wrap(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
+        options: Any = self._options
+        for part in callable_parts(model):
+            self._wrappers = [each for each in self._wrappers if each.module is not part]  # prepared again
+            self._wrappers.append(DistributedDataParallel(part, **options))
+            call_through(part, self._wrappers[-1])
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for each in self._wrappers:
+                stack.enter_context(each.no_sync())
+            yield
+
+    def joined(self) -> contextlib.AbstractContextManager[None]:
+        (wrapper,) = self._wrappers
+        return wrapper.join(divide_by_initial_world_size=False)  # type: ignore[no-any-return]
+
+    def whole(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+class Fsdp2:
+    """`fully_shard` on the whole model, which it changes in place."""
+
+    def __init__(self, options: dict[str, bool]) -> None:
+        self._models: list[Any] = []
+
+    def wrap(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
+        from torch.distributed.fsdp import fully_shard
+
         before = {id(p): name for name, p in model.named_parameters()}
-        try:
-            if self._kind == "DDP":
-                from torch.distributed._composable.replicate import replicate
-
-                replicate(model)
-            else:
-                from torch.distributed.fsdp import fully_shard
-
-                fully_shard(model)
-        except Exception as error:
-            raise PrepareError(f"{type(error).__name__}: {error}") from error
+        for part in callable_parts(model):
+            fully_shard(part)
+            self._models.append(part)
         after = dict(model.named_parameters())
-        for each in optimizer if isinstance(optimizer, Sequence) else [optimizer]:
-            for group in each.param_groups:  # as if the script had made it afterwards
-                group["params"] = [after[before[id(p)]] for p in group["params"]]
-        self._models.append(model)
-        return model, optimizer
+        for group in (group for each in optimizers for group in each.param_groups):
+            group["params"][:] = [after[before[id(p)]] if id(p) in before else p for p in group["params"]]
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         for model in self._models:
-            model.set_requires_gradient_sync(False)  # type: ignore[operator]
+            model.set_requires_gradient_sync(False)
         yield
         for model in self._models:
-            model.set_requires_gradient_sync(True)  # type: ignore[operator]
+            model.set_requires_gradient_sync(True)
+
+    def joined(self) -> contextlib.AbstractContextManager[None]:
+        raise NotImplementedError("FSDP2 has no such context")
+
+    def whole(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()  # `full_tensor` gathers them
+
+
+class Accelerate:
+    """Accelerate's Accelerator on a CPU, where it wraps models in DistributedDataParallel."""
+
+    def __init__(self, options: dict[str, bool]) -> None:
+        from accelerate import Accelerator, DistributedDataParallelKwargs
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        self._accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(**options)])
+        self._wrappers: list[nn.Module] = []
+
+    def wrap(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
+        for part in callable_parts(model):
+            self._wrappers.append(self._accelerator.prepare(part))
+            call_through(part, self._wrappers[-1])
+        for each in optimizers:
+            self._accelerator.prepare(each)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        return self._accelerator.no_sync(*self._wrappers)  # type: ignore[no-any-return]
+
+    def joined(self) -> contextlib.AbstractContextManager[None]:
+        return self._accelerator.join_uneven_inputs(self._wrappers)  # type: ignore[no-any-return]
+
+    def whole(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+class DeepSpeed:
+    """DeepSpeed's engine with ZeRO stage 3: parameters, gradients and states are sharded."""
+
+    _CONFIG: ClassVar = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+    def __init__(self, options: dict[str, bool]) -> None:
+        import deepspeed
+        from deepspeed.comm import comm
+        from deepspeed.utils import groups
+
+        comm.cdb = groups._WORLD_GROUP = None  # those of the script before
+        groups._ALL_TO_ALL_GROUP.clear()
+        self._deepspeed = deepspeed
+        self._engines: list[Any] = []
+
+    def wrap(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
+        if len(optimizers) > 1:
+            raise ValueError("deepspeed.initialize takes one optimizer for a model")  # so says its signature
+        for part in callable_parts(model):
+            is_half = any(p.dtype is torch.bfloat16 for p in part.parameters())
+            engine, *_ = self._deepspeed.initialize(
+                model=part,
+                optimizer=optimizers[0],
+                config={**self._CONFIG, "bf16": {"enabled": is_half}},
+                dist_init_required=False,
+            )
+            self._engines.append(engine)
+            call_through(part, engine)
+            step_through(optimizers[0], engine)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for each in self._engines:
+                stack.enter_context(each.no_sync())
+            yield
+
+    def joined(self) -> contextlib.AbstractContextManager[None]:
+        raise NotImplementedError("DeepSpeed has no such context")
+
+    def whole(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        parameters = [p for p in model.parameters() if hasattr(p, "ds_id")]
+        return self._deepspeed.zero.GatheredParameters(parameters)  # type: ignore[no-any-return]
+
+
+_WAYS: dict[str, type[Ddp] | type[Fsdp2] | type[Accelerate] | type[DeepSpeed]] = {
+    "DDP": Ddp,
+    "FSDP2": Fsdp2,
+    "Accelerate": Accelerate,
+    "DeepSpeed ZeRO-3": DeepSpeed,
+}
+RIVALS = tuple(_WAYS)
+PACKAGES = {"DDP": "torch", "FSDP2": "torch", "Accelerate": "accelerate", "DeepSpeed ZeRO-3": "deepspeed"}
+JOINED = ("DDP", "Accelerate")  # which have a context for workers with unequal numbers of batches
+# The least tolerance: ZeRO keeps a float32 copy of parameters of any dtype, and steps that.
+TOLERANCES = {"DeepSpeed ZeRO-3": 1e-5}
+# Files of these raise a rival's own refusals.
+SOURCES = ("torch/distributed/", "torch/nn/parallel/", "accelerate/", "deepspeed/")
+
+
+def version(rival: str) -> str:
+    """Return the version of the package that a rival is in."""
+    return importlib.metadata.version(PACKAGES[rival])
+
+
+def callable_parts(model: nn.Module) -> list[nn.Module]:
+    """Return the model, or its parts where it has no forward of its own and scripts call the parts."""
+    if type(model).forward is not nn.Module.forward:
+        return [model]
+    return [part for child in model.children() for part in callable_parts(child)]
+
+
+def call_through(model: nn.Module, wrapper: nn.Module) -> None:
+    """Have `model(...)` call the wrapper, which calls the model. Copies and exports are plain."""
+    own: Any = getattr(type(model), "plain", type(model))
+    inside = False
+
+    class Called(own):  # type: ignore[misc]
+        plain = own
+
+        def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+            nonlocal inside
+            if inside or self is not model or torch.compiler.is_exporting():
+                return super().__call__(*arguments, **keywords)
+            inside = True
+            try:
+                return wrapper(*arguments, **keywords)
+            finally:
+                inside = False
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            _, _, *rest = super().__reduce_ex__(protocol)
+            return (object.__new__, (own,), *rest)
+
+    Called.__name__, Called.__qualname__, Called.__module__ = own.__name__, own.__qualname__, own.__module__
+    object.__setattr__(model, "__class__", Called)
+
+
+def step_through(optimizer: Any, engine: Any) -> None:
+    """Have `optimizer.step()` call the engine's, which calls the optimizer's."""
+    own, inside = optimizer.step, False
+
+    def step(_: Any, *arguments: Any, **keywords: Any) -> Any:
+        nonlocal inside
+        if inside:
+            return own(*arguments, **keywords)
+        inside = True
+        try:
+            return engine.step()
+        finally:
+            inside = False
+
+    optimizer.step = MethodType(step, optimizer)  # schedulers look for a method
+
+
+class Rival:
+    """A session of a rival: what scripts call of Atoll's session."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, kind: str, place: Place, options: Sequence[str] = ()) -> None:
+        """Make a worker's session; `options` are those of DistributedDataParallel that are switched on."""
+        self.rank, self.world, self.is_main = place.rank, place.world, place.rank == 0
+        self._kind, self._place, self._options = kind, place, dict.fromkeys(options, True)
+        self._models: list[nn.Module] = []
+        self._samplers: list[DistributedSampler[Any]] = []
+        self._stack = contextlib.ExitStack()
+
+    def prepare(self, model: nn.Module, optimizer: Any, **_: Any) -> tuple[nn.Module, Any]:
+        self._way.wrap(model, optimizer if isinstance(optimizer, Sequence) else [optimizer])
+        self._models.append(model)
+        return model, optimizer
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        return self._way.no_sync()
+
+    def joined(self) -> contextlib.AbstractContextManager[None]:
+        return self._way.joined()
+
+    def whole(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        return self._way.whole(model)
 
     def clip_grad_norm_(self, max_norm: float, model: nn.Module | None = None) -> Tensor:
         return nn.utils.clip_grad_norm_((model or self._models[0]).parameters(), max_norm)
@@ -92,10 +317,18 @@ class Rival:
 
     def __enter__(self) -> Rival:
         place = self._place
+        launched = {"RANK": place.rank, "LOCAL_RANK": place.rank, "WORLD_SIZE": place.world}
+        launched |= {"LOCAL_WORLD_SIZE": place.world, "MASTER_PORT": free_port()}
+        variables = {name: str(value) for name, value in launched.items()} | {"MASTER_ADDR": "127.0.0.1"}
+        self._stack.enter_context(patch.dict(os.environ, variables))
         dist.init_process_group(
             "gloo", store=place.store, rank=place.rank, world_size=place.world, timeout=_TIMEOUT
         )
+        self._stack.callback(dist.destroy_process_group)
+        for name in ("init_process_group", "destroy_process_group"):  # a script's own: the group is there
+            self._stack.enter_context(patch.object(dist, name, lambda *_, **__: None))
+        self._way: Way = _WAYS[self._kind](self._options)
         return self
 
     def __exit__(self, *_: object) -> None:
-        dist.destroy_process_group()
+        self._stack.close()

@@ -40,7 +40,7 @@ from atoll.launch.ports import free_port
 from atoll.memory import planning
 from atoll.train.api.place import Place
 from support.pool import LOOPBACK, JobFailedError, WorkerPool
-from support.rivals import RIVALS, Rival
+from support.rivals import JOINED, PACKAGES, RIVALS, SOURCES, TOLERANCES, Rival, version
 from support.served import ServedRun, served_worker
 from support.tight import rates
 
@@ -55,6 +55,15 @@ _BUDGET = Memory(device="24KiB", chunk="4096", step="host")  # most scripts' mod
 # A refusal's way out: "..., 40960 bytes (40 KiB) would do"
 _RAISED = "48KiB"  # for a refusal that names none: "raise memory.device"
 _LEAST = re.compile(r"(\d+) bytes \([^)]*\) would do")
+
+# The column of Atoll that does most nearly what a rival does.
+_BESIDE = {"DDP": "ring", "Accelerate": "ring", "FSDP2": "ring, tiers", "DeepSpeed ZeRO-3": "ring, tiers"}
+
+# What errors of DistributedDataParallel ask for, and how they begin where its C++ raises them.
+_OPTIONS = {"find_unused_parameters": "find_unused_parameters=True", "static_graph": "_set_static_graph()"}
+_REFUSALS = ("Expected to mark a variable ready only once", "Expected to have finished reduction")
+_LATE = re.compile(r"[Tt]imed out|[Tt]imeout")
+_ECHO = re.compile(r"gloo.*(?:[Tt]imed out|[Tt]imeout|[Cc]onnection|reset by peer)|\[Rank \d+\]", re.DOTALL)
 
 Kind = Literal["pass", "refused", "wrong", "crash", "hang"]
 
@@ -124,12 +133,14 @@ class Shown:
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     """A cell of the table: what came, and for all but a pass the line that says why.
 
-    `budget` is the memory.device with which the script ran in the end, since a refusal asked for more.
+    `budget` is the memory.device with which the script ran in the end, since a refusal asked for more;
+    `options` are those of DistributedDataParallel, likewise.
     """
 
     kind: Kind
     line: str = ""
     budget: str = ""
+    options: tuple[str, ...] = ()
 
 
 def scripts() -> dict[str, Script]:
@@ -165,27 +176,37 @@ class Table:
                 (self._plain[name],) = self._pool.run(_run_plain, script.path, world=1, deadline=DEADLINE)
         except (JobFailedError, DeadlineError, RunError) as error:
             raise AssertionError(f"{name} does not train with plain torch: {error}") from None
-        found = self._outcome(script, column, "")
+        found = self._outcome(script, column)
+        if column in RIVALS:
+            options: tuple[str, ...] = ()
+            while (option := _option_named_in(found, options)) and found.kind == "refused":
+                options += (option,)
+                again = self._outcome(script, column, options=options)
+                found = msgspec.structs.replace(again, options=options)
+            return found
         budget = _budget_named_in(found)
         return (
             msgspec.structs.replace(self._outcome(script, column, budget), budget=budget) if budget else found
         )
 
-    def _outcome(self, script: Script, column: str, budget: str) -> Outcome:
+    def _outcome(
+        self, script: Script, column: str, budget: str = "", options: tuple[str, ...] = ()
+    ) -> Outcome:
         try:
-            found = self._run(script, column, budget)
+            found = self._run(script, column, budget, options)
         except JobFailedError as error:
-            return outcome_of(error)
+            return outcome_of(error) if column not in RIVALS else outcome_of_rival(error)
         except DeadlineError as error:
             return Outcome("hang", _one_line(str(error)))
         except RunError as error:  # a process is gone
             return Outcome("crash", _one_line(str(error)))
         exact = column in RIVALS or COLUMNS[column].exact
-        return compare(self._plain[script.name], found, script.tolerance if exact else None)
+        tolerance = max(script.tolerance, TOLERANCES.get(column, 0.0))
+        return compare(self._plain[script.name], found, tolerance if exact else None)
 
-    def _run(self, script: Script, column: str, budget: str) -> list[Shown]:
+    def _run(self, script: Script, column: str, budget: str, options: tuple[str, ...]) -> list[Shown]:
         if column in RIVALS:
-            return self._pool.run(_run_rival, column, script.path, world=2, deadline=DEADLINE)
+            return self._pool.run(_run_rival, column, options, script.path, world=2, deadline=DEADLINE)
         where = COLUMNS[column]
         memory = where.config.memory
         if budget:
@@ -208,6 +229,12 @@ def _budget_named_in(found: Outcome) -> str:
     if least is not None:
         return f"{-(-int(least[1]) // 1024)}KiB"
     return _RAISED if found.kind == "refused" and "raise memory.device" in found.line else ""
+
+
+def _option_named_in(found: Outcome, given: tuple[str, ...]) -> str:
+    """Return the option of DistributedDataParallel that an error asks for; empty if it names no new one."""
+    named = [option for option, words in _OPTIONS.items() if words in found.line and option not in given]
+    return named[0] if named else ""
 
 
 def compare(plain: Shown, found: list[Shown], tolerance: float | None) -> Outcome:
@@ -263,6 +290,25 @@ def outcome_of(error: JobFailedError) -> Outcome:
     return Outcome("crash", line if kind is not None else f"{first.kind}: {line}")
 
 
+def outcome_of_rival(error: JobFailedError) -> Outcome:
+    """Classify the failures of a rival's job: what its own code raises on purpose is a refusal.
+
+    Where one worker fails, or waits in vain, the other's connection is closed, or its time is up.
+    """
+    late = [each for each in error.failures.values() if _LATE.search(each.message)]
+    causes = [each for each in error.failures.values() if not _ECHO.search(each.message)]
+    if not causes:
+        return Outcome(
+            "hang" if late else "crash", _one_line((late or [*error.failures.values()])[0].message)
+        )
+    first = causes[0]
+    places = re.findall(r'^ *File "([^"]+)", line \d+.*\n *(.*)', first.traceback, re.MULTILINE)
+    path, statement = places[-1] if places else ("", "")
+    raised = statement.startswith(("raise ", "assert ")) and any(each in path for each in SOURCES)
+    refused = raised or first.message.startswith(_REFUSALS)
+    return Outcome("refused" if refused else "crash", f"{first.kind}: {_one_line(first.message)}")
+
+
 def _one_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[0] if lines else ""
@@ -272,10 +318,11 @@ def _one_line(text: str) -> str:
 
 
 class Record(msgspec.Struct):
-    """What has been found so far: an outcome for each script and column."""
+    """What has been found so far: an outcome for each script and column, and other libraries' versions."""
 
     torch: str
     cells: dict[str, dict[str, Outcome]]
+    rivals: dict[str, str] = msgspec.field(default_factory=dict)
 
     @classmethod
     def read(cls) -> Record:
@@ -288,13 +335,16 @@ class Record(msgspec.Struct):
 
     def put(self, script: str, column: str, outcome: Outcome) -> None:
         self.torch = str(torch.__version__)
+        if column in RIVALS:
+            self.rivals[column] = version(column)
         self.cells.setdefault(script, {})[column] = outcome
 
     def write(self) -> None:
         columns = (*COLUMNS, *RIVALS)
         rows = {name: self.cells[name] for name in scripts() if name in self.cells}
         ordered = {name: {each: row[each] for each in columns if each in row} for name, row in rows.items()}
-        RECORD.write_bytes(msgspec.json.format(msgspec.json.encode(Record(self.torch, ordered))) + b"\n")
+        found = Record(self.torch, ordered, self.rivals)
+        RECORD.write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
 
     def page(self) -> str:
         """Return the page as text."""
@@ -303,14 +353,15 @@ class Record(msgspec.Struct):
     def _lines(self) -> Iterator[str]:
         yield from _HEADING.splitlines()
         yield ""
-        yield f"Found with torch {self.torch}."
+        others = "".join(f"; {name}: {PACKAGES[name]} {found}" for name, found in self.rivals.items())
+        yield f"Found with torch {self.torch}{others}."
         yield ""
         yield "| | tried | " + " | ".join(get_args(Kind)) + " |"
         yield "| --- " * (2 + len(get_args(Kind))) + "|"
         groups = {
             "The model on the device": [each for each in COLUMNS if not each.endswith("tiers")],
             "The model in tiers of memory": [each for each in COLUMNS if each.endswith("tiers")],
-            "Torch's own": list(RIVALS),
+            "Other libraries": list(RIVALS),
         }
         for title, columns in groups.items():
             kinds = [row[each].kind for row in self.cells.values() for each in columns if each in row]
@@ -324,6 +375,9 @@ class Record(msgspec.Struct):
                 row = self.cells.get(name, {})
                 cells = " | ".join(_cell(row.get(each), lines) for each in columns)
                 yield f"| [{name}](../../tests/scripts/{name}.py) | {cells} |"
+        yield from ["", "## Beside other libraries", ""]
+        for rival, ours in _BESIDE.items():
+            yield from self._beside(rival, ours)
         yield from [
             "",
             "## What each script does",
@@ -337,12 +391,24 @@ class Record(msgspec.Struct):
         for line, number in lines.items():
             yield f"{number}. {_plain(line)}"
 
+    def _beside(self, rival: str, ours: str) -> Iterator[str]:
+        """Name the scripts that pass in one of two columns and not in the other, of those tried in both."""
+        tried = [name for name, row in self.cells.items() if rival in row and ours in row]
+        passed = {
+            each: {name for name in tried if self.cells[name][each].kind == "pass"} for each in (rival, ours)
+        }
+        yield f"- **{rival}** and Atoll's `{ours}`: {len(tried)} scripts tried in both."
+        for here, there in ((rival, ours), (ours, rival)):
+            names = ", ".join(sorted(passed[here] - passed[there])) or "none"
+            yield f"  - passes under {here} alone: {names}"
+
 
 def _cell(outcome: Outcome | None, lines: dict[str, int]) -> str:
     if outcome is None:
         return ""
     if outcome.kind == "pass":
-        return f"pass with {outcome.budget}" if outcome.budget else "pass"
+        given = ", ".join([outcome.budget, *outcome.options]).strip(", ")
+        return f"pass with {given}" if given else "pass"
     return f"{outcome.kind} {lines.setdefault(_general(outcome.line), len(lines) + 1)}"
 
 
@@ -376,7 +442,14 @@ values are finite, and its loss falls if plain torch's does by a fifth.
 | crash | the script ends with something other than a line of Atoll's |
 | hang | the script waits until a deadline |
 
-An empty cell has not been tried."""
+An empty cell has not been tried.
+
+Scripts run under other libraries as their users would write them: the model is wrapped in
+DistributedDataParallel, by `fully_shard`, by `accelerator.prepare` or by `deepspeed.initialize`, and the
+optimizer steps what that gives back. An error that the library itself raises on purpose counts as refused;
+where its line asks for `find_unused_parameters` or `static_graph`, the script runs again with that.
+DeepSpeed may be off by 1e-5, since ZeRO steps a float32 copy of the parameters.
+Everything here runs on CPUs, with Gloo."""
 
 
 # -- in the workers' processes -------------------------------------------------------------------------------
@@ -391,8 +464,10 @@ def _run_plain(_place: Place, path: Path) -> Shown:
     return _run(path, _trial().Plain)
 
 
-def _run_rival(place: Place, kind: str, path: Path) -> Shown:
-    return _run(path, partial(Rival, kind, place))
+def _run_rival(place: Place, kind: str, options: tuple[str, ...], path: Path) -> Shown:
+    joined = path.parent / "joined" / path.name  # as a user of such a rival writes it
+    path = joined if kind in JOINED and joined.exists() else path
+    return _run(path, partial(Rival, kind, place, options))
 
 
 def _run_ring(place: Place, master: str, config: Config, path: Path) -> Shown:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from support.pool import Failure, JobFailedError
-from support.table import PAGE, Record, Shown, compare, outcome_of, scripts
+from support.table import PAGE, Record, Shown, compare, outcome_of, outcome_of_rival, scripts
 
 
 def shown(losses: list[float], value: float) -> Shown:
@@ -58,6 +58,31 @@ def test_workers_at_their_own_pace_must_learn(found: list[Shown], kind: str) -> 
 def test_the_first_cause_says_how_a_script_failed(kinds: list[str], kind: str) -> None:
     failures = {rank: Failure(rank, name, f"{name} of it\nmore", "") for rank, name in enumerate(kinds)}
     assert outcome_of(JobFailedError(failures)).kind == kind
+
+
+RAISED = '  File "/site-packages/torch/nn/parallel/distributed.py", line 9, in f\n    raise RuntimeError('
+FAILED = '  File "/site-packages/torch/nn/parallel/distributed.py", line 9, in f\n    self.module(*inputs)'
+SCRIPT = '  File "/home/user/train.py", line 9, in f\n    raise RuntimeError('
+GLOO = "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"
+LATE = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 30000ms for recv operation to complete"
+
+
+@pytest.mark.parametrize(
+    ("failures", "kind"),
+    [
+        ([("a sentence of its own", RAISED), (GLOO, FAILED)], "refused"),
+        ([(GLOO, FAILED), ("mat1 and mat2 cannot be multiplied", FAILED)], "crash"),
+        ([("what the script raises", SCRIPT)], "crash"),
+        ([("Expected to mark a variable ready only once. This", FAILED)], "refused"),
+        ([(LATE, FAILED), (GLOO, FAILED)], "hang"),
+        ([(GLOO, FAILED)], "crash"),
+    ],
+)
+def test_a_rival_refuses_what_its_own_code_raises_on_purpose(
+    failures: list[tuple[str, str]], kind: str
+) -> None:
+    given = {rank: Failure(rank, "RuntimeError", *each) for rank, each in enumerate(failures)}
+    assert outcome_of_rival(JobFailedError(given)).kind == kind
 
 
 def test_there_are_enough_scripts_and_each_says_what_it_does() -> None:

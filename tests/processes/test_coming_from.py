@@ -1,0 +1,57 @@
+"""The scripts of the pages "Come from ..." train as the pages say: the one before and the one after."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "examples" / "coming_from"
+BUDGET = ["--set", "memory.device=128KiB", "--set", "memory.chunk=16KiB"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+ATOLL_RUN = [sys.executable, "-c", "from atoll.cli.app import main; main()", "run", "--workers", "2"]
+
+
+def losses_of(launcher: list[str], script: str, folder: Path, **variables: str) -> list[float]:
+    """Return the losses that a script prints. Unless it ends well the test fails, with all output."""
+    done = subprocess.run(
+        [*launcher, str(FOLDER / script)],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [float(loss) for loss in re.findall(r"epoch \d: loss ([0-9.]+)", done.stdout)]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "options"), [("ddp.py", "from_ddp.py", []), ("fsdp.py", "from_fsdp.py", BUDGET)]
+)
+def test_both_scripts_of_a_page_print_the_same_losses(
+    tmp_path: Path, before: str, after: str, options: list[str]
+) -> None:
+    expected = losses_of(TORCHRUN, before, tmp_path)
+    assert len(expected) == 3
+    assert losses_of([*ATOLL_RUN, *options], after, tmp_path) == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.skipif(
+    find_spec("accelerate") is None, reason="Accelerate is installed by `make scripts-rivals`"
+)
+def test_the_script_for_accelerate_trains(tmp_path: Path) -> None:
+    assert len(losses_of(TORCHRUN, "accelerator.py", tmp_path, ACCELERATE_USE_CPU="true")) == 3
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is installed by `make scripts-rivals`")
+def test_the_scripts_for_deepspeed_print_the_same_losses(tmp_path: Path) -> None:
+    expected = losses_of(TORCHRUN, "zero3.py", tmp_path, DS_ACCELERATOR="cpu")
+    after = losses_of([*ATOLL_RUN, *BUDGET], "from_fsdp.py", tmp_path)
+    assert after == pytest.approx(expected, abs=1e-3)

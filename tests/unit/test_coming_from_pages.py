@@ -1,0 +1,32 @@
+"""The pages "Come from ..." show the scripts of examples/coming_from as they are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = {
+    "ddp": ("ddp", "from_ddp"),
+    "fsdp": ("fsdp", "from_fsdp"),
+    "accelerate": ("accelerator", "from_ddp"),
+    "deepspeed": ("zero3", "from_fsdp"),
+}
+
+
+@pytest.mark.parametrize("rival", SCRIPTS)
+def test_a_page_shows_its_scripts(rival: str) -> None:
+    page = (ROOT / "docs" / "how-to" / f"from-{rival}.md").read_text(encoding="utf-8")
+    files = [ROOT / "examples" / "coming_from" / f"{name}.py" for name in SCRIPTS[rival]]
+    texts = [file.read_text(encoding="utf-8").partition('"""\n\n')[2] for file in files]
+    assert re.findall(r"```python\n(.*?)```", page, re.DOTALL) == texts
+
+
+def test_every_page_s_command_names_a_script_that_is_there() -> None:
+    for rival in SCRIPTS:
+        page = (ROOT / "docs" / "how-to" / f"from-{rival}.md").read_text(encoding="utf-8")
+        named = re.findall(r"examples/coming_from/\w+\.py", page)
+        assert named
+        assert [name for name in named if not (ROOT / name).exists()] == []
