@@ -338,8 +338,8 @@ class Groups:
         placement = self._placement
         return msgspec.msgpack.encode(
             _State(
-                self._formation.state(),
-                self._blocks.state(),
+                self._formation.state,
+                self._blocks.epochs,
                 self._asked,
                 self._groups,
                 placement.paces,
@@ -356,9 +356,9 @@ class Groups:
         """Restore an encoded state."""
         del now  # deadlines refer to the hub's clock, which continues
         found = from_msgpack(state, _State)
-        self._formation.restore(found.formation)
+        self._formation.state = found.formation
         self._members.workers.not_ranks = self._formation.numbers
-        self._blocks.restore(found.blocks)
+        self._blocks.epochs = found.blocks
         self._asked, self._groups, self._reasons = found.asked, found.groups, found.reasons
         self._placement.restore(found.paces, found.wanted, found.placed, found.sites)
         self._desk.known, self._desk.hosts = found.links, found.hosts
