@@ -7,7 +7,7 @@ from collections.abc import Callable
 from atoll.server.common import Common
 from atoll.server.door import Door
 from atoll.server.inbox import Inbox
-from atoll.server.stepper import LogExecutor
+from atoll.server.logexecutor import LogExecutor
 from atoll.store.entries import Fenced
 
 

@@ -28,7 +28,7 @@ from atoll.server.links import HubLink
 from atoll.server.model import Model
 from atoll.server.payloads import payload_of
 from atoll.server.records import HandledMessage, Record, encode_header
-from atoll.server.recovery import Parts, ShardImage, encode_image
+from atoll.server.recovery import ImageParts, ShardImage, encode_image
 from atoll.tensors.wholechunk import WholeChunk
 from atoll.wire.messages import (
     VERSION,
@@ -66,7 +66,7 @@ class MirroredShard(Protocol):
     def is_between_lines(self) -> bool:
         """True if no log entry waits to be applied."""
 
-    def image(self) -> tuple[ShardImage, Parts]: ...
+    def image(self) -> tuple[ShardImage, ImageParts]: ...
 
 
 @dataclass(frozen=True)

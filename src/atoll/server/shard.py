@@ -25,6 +25,7 @@ from atoll.server.inbox import IN_BOX, Inbox
 from atoll.server.journal import Journal, JournalError
 from atoll.server.links import HubLink, earliest
 from atoll.server.logdesk import LogDesk, elsewhere
+from atoll.server.logexecutor import LogExecutor
 from atoll.server.logkeeper import LogKeeper
 from atoll.server.loglines import LogLines
 from atoll.server.mirror import Mirror
@@ -33,7 +34,6 @@ from atoll.server.peers import Peers
 from atoll.server.revival import Revival
 from atoll.server.setups import SetUps
 from atoll.server.snapshot import Snapshots
-from atoll.server.stepper import LogExecutor
 from atoll.server.telling import Teller
 from atoll.server.training import Training
 from atoll.wire import messages

@@ -119,17 +119,17 @@ class Idle(LogEntry, frozen=True):
     idle: bool
 
 
-Entry: TypeAlias = Union[Joined, Combine, StepWithMean, Apply, Fenced, Idle]
+LogEntry: TypeAlias = Union[Joined, Combine, StepWithMean, Apply, Fenced, Idle]
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Entry] = msgspec.msgpack.Decoder(Entry)
+_decoder: msgspec.msgpack.Decoder[LogEntry] = msgspec.msgpack.Decoder(LogEntry)
 
 
-def encode_entry(entry: Entry) -> bytes:
+def encode_entry(entry: LogEntry) -> bytes:
     """Return the entry as MessagePack, for wire's Entry."""
     return _encoder.encode(entry)
 
 
-def decode_entry_untrusted(raw: bytes | memoryview | msgspec.Raw) -> Entry:
+def decode_entry_untrusted(raw: bytes | memoryview | msgspec.Raw) -> LogEntry:
     """Return the entry in `raw`. Raises StoreError, with one line, for any other bytes."""
     return decoded(_decoder, raw, StoreError, "no line of a log")

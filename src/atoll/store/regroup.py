@@ -199,7 +199,8 @@ class Regroup:
         reports = sorted(state.reports.values(), key=_rank)
         if len(reports) < self._at_least and not state.over:  # when one has ended, all are at the end
             return self._end(f"{len(reports)} of its workers are left, and at least {self._at_least} must be")
-        workers, admitted = {each.incarnation: state.workers[each.incarnation] for each in reports}, []
+        workers = {each.incarnation: state.workers[each.incarnation] for each in reports}
+        admitted: list[Enter] = []
         if all(report.admits for report in reports):
             admitted = [enter for _, enter in state.entering.values()]
             workers |= {member: rank for member, (rank, _) in state.entering.items()}
@@ -213,11 +214,13 @@ class Regroup:
             left=sorted(state.left),
         )
         self._is_formed(answer.group, workers)
-        return self._answer([*reports, *admitted], answer)
+        asked: list[Reform | Enter] = [*reports, *admitted]
+        return self._answer(asked, answer)
 
     def _end(self, reason: str) -> list[Answer]:
         state = self.state
-        asked = [*state.reports.values(), *(enter for _, enter in state.entering.values())]
+        asked: list[Reform | Enter] = [*state.reports.values()]
+        asked += [enter for _, enter in state.entering.values()]
         answer = Reformed(group=0, reason=reason, lost=sorted(state.lost), left=sorted(state.left))
         state.workers, state.reports, state.entering, state.over = {}, {}, {}, True
         return self._answer(asked, answer)
