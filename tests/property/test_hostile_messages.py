@@ -39,7 +39,7 @@ from atoll.server.records import HandledMessage, Record, encode_header
 from atoll.server.shard import Shard
 from atoll.server.standby import Standby
 from atoll.store.balance import balance
-from atoll.store.entries import LogEntry, decode_entry_untrusted, encode_entry
+from atoll.store.entries import AnyEntry, decode_entry_untrusted, encode_entry
 from atoll.store.outcomes import StoreError
 from atoll.tensors.binding import specs_of
 from atoll.tensors.shardoptimizer import full_name
@@ -386,7 +386,7 @@ PARSERS: dict[str, tuple[Any, Callable[[Any], bytes], Callable[[bytes], Any]]] =
     "messages": (m.AnyMessage, m.encode, m.decode_untrusted),
     "nodes": (nodes.NodeMessage, nodes.encode, nodes.decode_untrusted),
     "link control": (AnyControl, encode_control, control_untrusted),
-    "the log's lines": (LogEntry, encode_entry, decode_entry_untrusted),
+    "the log's lines": (AnyEntry, encode_entry, decode_entry_untrusted),
     "a tunnel's batches": (Union[Batch, None], encode_batch, decode_batch_untrusted),
 }
 
