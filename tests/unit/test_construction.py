@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "atoll"
-ROOMS = ("train", "memory", "cpuside", "exchange", "server")
+ROOMS = ("train", "memory", "cpuside", "exchange", "hub", "server")
 # A class with one of these as a base, or made a dataclass, is data: it may be put down anywhere.
 DATA = {"Struct", "Message", "NamedTuple", "Enum", "Exception", "TypedDict"}
 CALLABLES = {"Callable", "Handler", "Subscriber"}
@@ -60,6 +60,11 @@ ALLOWED = {
     ],
     "values, where another class has an attribute of that name that acts": [
         "exchange/feedback.py: Feedback.restore: self._residuals[chunk].values",
+        "hub/book.py: Book.restore: self.leases.state",
+        "hub/groups.py: Groups.restore: self._formation.state",
+        "hub/journal.py: HubJournal.__init__: self._file.end",
+        "hub/placement.py: Placement.restore: self._planner.sites",
+        "hub/placement.py: Placement.take_links: planner.server",
         "memory/fitted.py: _Stationary.__init__: parameter.data",
         "memory/fitted.py: _Stationary.close: parameter.data",
         "memory/initialising.py: _Room._evict: parameter.data",
