@@ -13,7 +13,7 @@ import pytest
 from atoll.net.endpoint import Client, Server
 from atoll.server.records import HandledMessage, encode_header
 from atoll.server.shard import Shard
-from atoll.server.standby import MARK, Standby
+from atoll.server.standby import Standby
 from atoll.wire import messages as m
 from atoll.wire.messages import AnyMessage, Duty, Welcome, decode_untrusted, encode
 
@@ -43,7 +43,7 @@ class JournalPlayed:
     fileno, is_full, size = -1, False, 0
 
     def __init__(self, path: Path) -> None:
-        self.path, self.folder = path, self
+        self.path, self.folder, self.incomplete = path, self, path / "standby"
         self.appended = self.segments = self.clears = 0
         self._waiting: list[Callable[[], None]] = []
 
@@ -84,9 +84,8 @@ class Stage:
             "test",
             self.server,
             played,
-            lambda: Shard(0, self.server, run="test", workers=1),
+            lambda meanwhile: Shard(0, self.server, run="test", workers=1, meanwhile=meanwhile),
             journal=journal,
-            folder=folder,
         )
         self.primaries: list[Client] = []
 
@@ -169,7 +168,7 @@ def test_its_directory_is_marked_until_it_holds_the_whole_shard(stage: Stage, tm
     stage.journal.write()
     primary.send(encode(m.Begin(stream="one")))
     stage.turn()
-    assert (tmp_path / MARK).exists()
+    assert (tmp_path / "standby").exists()
     assert (stage.journal.clears, stage.journal.segments) == (1, 1)
     assert not stage.standby.shard.kept.is_on_disk
 

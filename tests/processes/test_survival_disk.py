@@ -38,7 +38,6 @@ class Kept:
         found = find(self.folder)
         snapshots = Snapshots(folder, run=RUN, shard=0, seconds=seconds, failed=self.warnings.append)
         journal = Journal(self.folder, found.next_segment if found is not None else 0)
-        snapshots.taken = lambda heading: journal.drop_before(heading.journal)
 
         def prepare(shard: Any) -> None:
             if found is not None:

@@ -29,6 +29,7 @@ from atoll.hub.decisions import Decisions
 from atoll.hub.records import Came, Died, Knows, Left, decode_record, encode_record
 from atoll.hub.rings import Rings
 from atoll.hub.turn import Turn
+from atoll.store.members import Membership
 from atoll.tensors.binding import bind_model, specs_of
 from atoll.train.api.place import Place, Seat
 from atoll.train.gradients.reducer import Calls
@@ -280,10 +281,10 @@ class Hub:
         self._begin()
 
     def _begin(self) -> None:
-        self.book = Book(self._workers, patience=10.0, shards=0)
+        members = Membership(self._workers, patience=10.0, shards=0)
         self._turn = Turn(lambda: self.now)
-        self.rings = Rings(self.book.members, Decisions(), self._turn, at_least=self._at_least)
-        self.book.rings = self.rings
+        self.rings = Rings(members, Decisions(), self._turn, at_least=self._at_least)
+        self.book = Book(members, self.rings)
 
     def come(self) -> tuple[int, int]:
         """A worker says Hello; its rank and incarnation."""

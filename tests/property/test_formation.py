@@ -139,9 +139,9 @@ class World:
 
     def restarted(self) -> None:
         """The machine's state goes through the journal's bytes."""
-        raw = msgspec.msgpack.encode(self.formation.state())
+        raw = msgspec.msgpack.encode(self.formation.state)
         self.formation = Formation(WORKERS, lambda: next(self.lives), lockstep=self.lockstep)
-        self.formation.restore(msgspec.msgpack.decode(raw, type=FormationState))
+        self.formation.state = msgspec.msgpack.decode(raw, type=FormationState)
 
     # -- what follows -------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from atoll.groups.candidates import equal_runs
 from atoll.groups.chooser import Choice, ProbeMeasurements, Score, choose
 from atoll.groups.grouping import Grouping, show, sizes_of
 from atoll.groups.links import Links
-from atoll.groups.probe import TOLERANCE, Formed, GivenUp, Late, ProbeEvent, ProbeQueue, ProbeState
+from atoll.groups.probe import TOLERANCE, Formed, GivenUp, Late, ProbeEvent, ProbeQueue
 from atoll.plan.cluster import Cluster, Pipe, Site, Worker
 from atoll.plan.throughput import Throughput
 
@@ -70,7 +70,7 @@ def test_a_grouping_is_shown_in_one_short_line(workers: int, groups: int) -> Non
 
 
 def run_queue(
-    queue: ProbeQueue, happens: list[tuple[float, str, int, float]], restart: bool = False
+    queue: ProbeQueue, happens: list[tuple[float, str, int, float]]
 ) -> list[tuple[float, ProbeEvent]]:
     """Let everything happen at its time, and poll then and at the queue's own deadlines, and only then."""
     told: list[tuple[float, ProbeEvent]] = []
@@ -81,10 +81,6 @@ def run_queue(
         assert deadline is None or deadline > now, "a deadline that polling does not take away"
         if not happens and deadline is None:
             return told
-        if restart:
-            state = queue.state()
-            queue._state = ProbeState(0.0, 1, {}, {}, {})
-            queue.restore(state)
         if happens and (deadline is None or happens[0][0] <= deadline):
             now, what, worker, value = happens.pop(0)
             if what == "probed":
@@ -115,19 +111,17 @@ def test_equal_speeds_give_stable_groups(count: tuple[int, int], data: st.DataOb
     told = run_queue(queue, happens)
     assert formed(told) == list(equal_runs(range(workers), groups))
     assert queue.over
-    assert queue.grouping() == equal_runs(range(workers), groups)
+    assert Grouping(queue.formed) == equal_runs(range(workers), groups)
 
 
-@given(counts, st.randoms(use_true_random=False), st.booleans())
-def test_neighbours_in_speed_share_a_group_and_the_fast_do_not_wait(
-    count: tuple[int, int], random, restart: bool
-) -> None:
+@given(counts, st.randoms(use_true_random=False))
+def test_neighbours_in_speed_share_a_group_and_the_fast_do_not_wait(count: tuple[int, int], random) -> None:
     workers, groups = count
     order = list(range(workers))
     random.shuffle(order)  # the fastest first, each slower than the one before by far more than the tolerance
     times = {worker: 1.25**place for place, worker in enumerate(order)}
     queue = ProbeQueue(0.0, range(workers), groups, patience=PATIENCE)
-    told = run_queue(queue, [(times[each], "probed", each, times[each]) for each in order], restart)
+    told = run_queue(queue, [(times[each], "probed", each, times[each]) for each in order])
     assert [set(group) for group in formed(told)] == [
         set(order[start:stop])
         for start, stop in itertools.pairwise(itertools.accumulate(sizes_of(workers, groups), initial=0))
@@ -171,10 +165,10 @@ def test_whatever_happens_each_that_lives_and_reported_is_in_one_group_or_late(
     try:
         told = run_queue(queue, possible)
     except DeadlineError:
-        assert not queue.grouping().workers
+        assert not queue.formed
         return
     assert queue.over
-    grouped = queue.grouping().workers
+    grouped = Grouping(queue.formed).workers
     assert set(grouped) <= reported
     late = {outcome.worker for _, outcome in told if isinstance(outcome, Late)}
     assert reported <= set(grouped) | late

@@ -27,7 +27,6 @@ from torch import nn
 from atoll.chunks import lay_out
 from atoll.core.errors import AtollError
 from atoll.cpuside.network import Network
-from atoll.hub.book import Book
 from atoll.hub.decisions import Decisions
 from atoll.hub.journal import HubJournal
 from atoll.hub.planner import GroupingSettings
@@ -39,7 +38,8 @@ from atoll.server.records import HandledMessage, Record, encode_header
 from atoll.server.shard import Shard
 from atoll.server.standby import Standby
 from atoll.store.balance import balance
-from atoll.store.entries import Entry, decode_entry_untrusted, encode_entry
+from atoll.store.entries import AnyEntry, decode_entry_untrusted, encode_entry
+from atoll.store.members import Membership
 from atoll.store.outcomes import StoreError
 from atoll.tensors.binding import specs_of
 from atoll.tensors.shardoptimizer import full_name
@@ -105,7 +105,7 @@ class HubHost(Host):
             kind, {"shards": 2}
         )
         sites = {"paris": 1, "berlin": 2} if kind == "sites" else None
-        book = Book(3, 10.0, options["shards"], sites, 0.25, options.get("replicas", 1))
+        members = Membership(3, 10.0, options["shards"], sites, 0.25, options.get("replicas", 1))
         groups = GroupingSettings(2, "speed", 60.0, True, "asp", 0.0) if kind == "groups" else None
         journal = None
         if folder is not None:
@@ -114,7 +114,7 @@ class HubHost(Host):
             journal.begin(
                 Began(at=0.0, run=RUN, listen="l", address="a", workers=3, shards=options["shards"])
             )
-        self.hub = Hub(self.server, book, Decisions(), run=RUN, journal=journal, grouping=groups)
+        self.hub = Hub(self.server, members, Decisions(), run=RUN, journal=journal, grouping=groups)
         stack.callback(self.hub.close)
 
     def turn(self) -> None:
@@ -386,7 +386,7 @@ PARSERS: dict[str, tuple[Any, Callable[[Any], bytes], Callable[[bytes], Any]]] =
     "messages": (m.AnyMessage, m.encode, m.decode_untrusted),
     "nodes": (nodes.NodeMessage, nodes.encode, nodes.decode_untrusted),
     "link control": (AnyControl, encode_control, control_untrusted),
-    "the log's lines": (Entry, encode_entry, decode_entry_untrusted),
+    "the log's lines": (AnyEntry, encode_entry, decode_entry_untrusted),
     "a tunnel's batches": (Union[Batch, None], encode_batch, decode_batch_untrusted),
 }
 

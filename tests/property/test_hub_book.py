@@ -31,6 +31,7 @@ from atoll.hub.records import (
 from atoll.hub.rings import Rings
 from atoll.hub.turn import Turn
 from atoll.logs.frames import encode_frame
+from atoll.store.members import Membership
 from atoll.wire.messages import Accept, Fenced, Gather, Lease, Prepare, StoreCall, Used
 from atoll.wire.peerviews import Ballot, Life, View, ViewMember
 
@@ -69,9 +70,9 @@ class Hub:
         self.now, self.number = 0.0, 0
         self.answers: list[Any] = []
         self.turn = Turn(lambda: self.now)
-        self.book = Book(2, 10.0, shards, SITES if sites else None)
-        self.rings = Rings(self.book.members, Decisions(), self.turn)
-        self.book.rings = self.rings
+        members = Membership(2, 10.0, shards, SITES if sites else None)
+        self.rings = Rings(members, Decisions(), self.turn)
+        self.book = Book(members, self.rings)
 
     @property
     def records(self) -> list[AnyRecord]:

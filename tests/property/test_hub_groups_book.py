@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from atoll.core.errors import UserError
 from atoll.groups.formation import Formation
 from atoll.groups.grouping import Grouping
-from atoll.hub.book import GLOBAL, Book
+from atoll.hub.book import GLOBAL, Book, no_fences
 from atoll.hub.contributors import Contributors
 from atoll.hub.decisions import Decisions
 from atoll.hub.groups import Groups
@@ -34,6 +34,8 @@ from atoll.hub.records import (
 )
 from atoll.hub.rings import Rings
 from atoll.hub.turn import Turn
+from atoll.store.leases import Leases
+from atoll.store.members import Membership
 from atoll.wire.messages import (
     Fenced,
     Grouped,
@@ -69,15 +71,16 @@ class Hub:
         self.answers: list[Any] = []
         self.turn = Turn(lambda: self.now)
         self.given: list[tuple[int, int]] = []  # positions, of epoch 0
-        self.book = Book(4, 10.0, 1)
-        members, settings = self.book.members, GroupingSettings(consistency=consistency, patience=20.0)
+        members, settings = Membership(4, 10.0, 1), GroupingSettings(consistency=consistency, patience=20.0)
         self.formation = Formation(4, members.roll.new_incarnation, lockstep=consistency == "bsp")
         desk = LinkDesk(5.0, self.turn.keep)
-        self.contributors = Contributors(self.book, self.formation, desk)
+        self.contributors = Contributors(members, self.formation, desk)
         self.rings = Rings(members, Decisions(), self.turn, self.contributors)
-        self.book.rings = self.rings
-        self.groups = Groups(settings, self.book, self.formation, desk, self.rings, Decisions(), self.turn)
-        self.book.groups = self.groups
+        leases, fences = Leases(), no_fences(members)
+        self.groups = Groups(
+            settings, members, leases, fences, self.formation, desk, self.rings, Decisions(), self.turn
+        )
+        self.book = Book(members, self.rings, self.groups, leases, fences)
 
     @property
     def records(self) -> list[AnyRecord]:

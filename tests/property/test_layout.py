@@ -52,8 +52,7 @@ def test_every_parameter_lies_in_exactly_one_slot(layout: ChunkMap) -> None:
     assert sorted(slot.parameter for _, slot in slots) == list(range(len(layout.specs)))
     for chunk, slot in slots:
         assert slot.numel == layout.specs[slot.parameter].numel
-        assert layout.chunk_of(slot.parameter).id == chunk
-        assert layout.slot_of(slot.parameter) == slot
+        assert layout.places[slot.parameter] == (chunk, layout.chunks[chunk].slots.index(slot))
 
 
 @pytest.mark.check

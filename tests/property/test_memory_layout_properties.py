@@ -60,8 +60,7 @@ def test_every_parameter_lies_in_exactly_one_place_of_its_group(
     for chunk, slot in slots:
         assert slot.numel == specs[slot.parameter].numel
         assert layout.groups[chunk.group] == features(specs[slot.parameter])
-        assert layout.chunk_of(slot.parameter) == chunk
-        assert layout.slot_of(slot.parameter) == slot
+        assert layout.places[slot.parameter] == (chunk.id, chunk.slots.index(slot))
 
 
 @pytest.mark.check

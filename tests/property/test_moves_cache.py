@@ -294,16 +294,9 @@ class World:
             self.block = [None if owner == key else owner for owner in self.block]
             self.cache.forget(key)
 
-    def write_back(self, key: int) -> None:
-        if key in self.changed:
-            self.changed.remove(key)
-            self.home[key] = self.here[key]
-            self.counts[1] += 1
-        self.cache.handle_written_back(key)
-
 
 KEY = st.integers(0, 9)
-NAMES = ["use"] * 6 + ["prefetch"] * 2 + ["hold", "let go", "forget", "write back", "step"]
+NAMES = ["use"] * 6 + ["prefetch"] * 2 + ["hold", "let go", "forget", "step"]
 ACTIONS = st.tuples(st.sampled_from(NAMES), KEY, st.booleans(), st.sampled_from([False, False, True]))
 
 
@@ -330,8 +323,6 @@ def test_what_is_used_is_there_as_it_was_written_last(
             world.held.clear()
         elif action == "forget":
             world.forget(key)
-        elif action == "write back":
-            world.write_back(key)
         elif action == "prefetch":
             world.prefetch()
         else:

@@ -208,7 +208,7 @@ def test_a_second_slow_down_long_after_is_answered_too() -> None:
 
 actions = st.lists(
     st.tuples(
-        st.sampled_from(["measured"] * 8 + ["left", "joined", "restart", "refused"]),
+        st.sampled_from(["measured"] * 8 + ["left", "joined", "restart"]),
         st.integers(0, 9),
         st.sampled_from([0.1, 0.1, 0.1, 0.4, 1.0]),
         st.floats(0, 15),
@@ -237,8 +237,6 @@ def test_whoever_comes_and_goes_each_member_is_in_exactly_one_group(
             regrouper.handle_measured(now, worker, value)
         elif what == "restart":
             regrouper = Regrouper(now, regrouper.grouping, regrouper.speeds, Chooser(), score, rules=rules)
-        elif what == "refused" and members:
-            regrouper.handle_grouping(now, Grouping([members]))
         proposal_or_none = regrouper.poll(now)
         deadline = regrouper.next_deadline()
         assert deadline is None or deadline > now

@@ -26,6 +26,7 @@ from atoll.hub.records import (
     decode_record,
     encode_record,
 )
+from atoll.store.members import Membership
 from atoll.wire.messages import Duty
 
 # One thing at a time, and what usually happens together: a process is killed and missed, all words arrive.
@@ -69,7 +70,7 @@ class World:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.book = Book(1, 10.0, 1, None, 0.25, 2)
+        self.book = Book(Membership(1, 10.0, 1, None, 0.25, 2))
         self.records: list[AnyRecord] = []
         self.processes: list[Process] = []
         self.disks = {"a": Disk(), "b": Disk()}
@@ -204,7 +205,7 @@ class World:
         """The hub is killed, and reads what it has written."""
         if compact:
             self.records = [decode_record(encode_record(Knows(at=self.now, state=self.book.state())))]
-        other = Book(1, 10.0, 1, None, 0.25, 2)
+        other = Book(Membership(1, 10.0, 1, None, 0.25, 2))
         for record in self.records:
             other.apply(decode_record(encode_record(record)))
         assert other.state() == self.book.state()

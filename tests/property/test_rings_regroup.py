@@ -134,7 +134,7 @@ class Run:
 
     def restarts(self) -> None:
         """The hub is started again with what it has written down; who waits asks again."""
-        written = msgspec.json.encode(self.regroup.state())
+        written = msgspec.json.encode(self.regroup.state)
         self.regroup = Regroup(self.form, self.at_least)
         self.regroup.restore(msgspec.json.decode(written, type=RegroupState))
         for worker in self.alive.values():
@@ -344,7 +344,7 @@ def test_a_hub_that_was_started_again_knows_who_had_asked() -> None:
     ]
     regroup.handle_reform("a", admits[0], {})
     again = ring_of(2)
-    again.restore(msgspec.msgpack.decode(msgspec.msgpack.encode(regroup.state()), type=RegroupState), "-")
+    again.restore(msgspec.msgpack.decode(msgspec.msgpack.encode(regroup.state), type=RegroupState), "-")
     assert (again.waiting, again.awaited) == (1, [2])
     answers = again.handle_reform("b", admits[1], {})
     expected = Reformed(group=2, workers=[0, 1, 5], newcomers=1, round=4)

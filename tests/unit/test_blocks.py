@@ -97,12 +97,12 @@ def test_what_all_have_left_behind_is_forgotten_and_bounded() -> None:
     blocks = Blocks(Leases())
     for block in range(1, 5):
         parts(blocks, block)
-    (epoch,) = blocks.state()[KEY].values()
+    (epoch,) = blocks.epochs[KEY].values()
     assert list(epoch.blocks) == [4]
     with pytest.raises(UserError, match="block 2 of epoch 0, and has asked for 4 since"):
         ask(blocks, 0, 2)
     parts(blocks, 1, epoch=1)
-    assert list(blocks.state()[KEY]) == [(0, 1)]
+    assert list(blocks.epochs[KEY]) == [(0, 1)]
     for block in range(2, MOST_BLOCKS + 1):
         ask(blocks, 0, block, epoch=2, length=2**40)
     ask(blocks, 0, MOST_BLOCKS + 1, epoch=2, length=2**40)
@@ -113,12 +113,12 @@ def test_what_all_have_left_behind_is_forgotten_and_bounded() -> None:
 def test_a_fence_ends_it_and_all_of_it_is_plain_data() -> None:
     blocks = Blocks(Leases())
     ask(blocks, 0, 1)
-    assert blocks.state() == {KEY: {(0, 0): EpochBlocks({1: BlockState(0, 12, [0, 2, 5])}, {0: 1})}}
+    assert blocks.epochs == {KEY: {(0, 0): EpochBlocks({1: BlockState(0, 12, [0, 2, 5])}, {0: 1})}}
     again = Blocks(Leases())
-    again.restore(blocks.state())
+    again.epochs = blocks.epochs
     assert ask(again, 2, 1).start == 4
     blocks.handle_fenced(KEY)
-    assert not blocks.state()
+    assert not blocks.epochs
 
 
 def test_an_earlier_epochs_block_is_kept_until_all_have_it() -> None:
@@ -130,4 +130,4 @@ def test_an_earlier_epochs_block_is_kept_until_all_have_it() -> None:
     parts(blocks, 2, epoch=1)
     assert parts(blocks, 2)[0] == (first.start, first.stop)
     parts(blocks, 3, epoch=1)
-    assert list(blocks.state()[KEY]) == [(0, 1)]
+    assert list(blocks.epochs[KEY]) == [(0, 1)]

@@ -133,17 +133,18 @@ def test_unlike_parameters_never_share_a_chunk() -> None:
     layout = lay_out(specs, chunk_bytes=MIB)
     assert names(layout) == [["expert"], ["half"], ["bias"], ["head", "weight"], ["frozen"]]
     assert [c.id for c in layout.trainable] == [0, 1, 2, 3]
-    assert layout.groups[layout.chunk_of(1).group] == ChunkGroup("float32", "no decay", True, "")
+    assert layout.groups[layout.chunks[layout.places[1][0]].group] == ChunkGroup(
+        "float32", "no decay", True, ""
+    )
 
 
 def test_lookups() -> None:
     layout = lay_out([spec("a", 3), spec("b", 2, 5), spec("scalar")], chunk_bytes=128)
     for index, s in enumerate(layout.specs):
-        slot = layout.slot_of(index)
+        chunk, number = layout.places[index]
+        slot = layout.chunks[chunk].slots[number]
         assert slot.parameter == index
         assert slot.numel == s.numel
-        assert slot in layout.chunk_of(index).slots
-    assert layout.slot_of(2).numel == 1
     assert [c.used for c in layout.chunks] == [11, 3]
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from atoll.core.stands import call, end, gradients
 from atoll.store.entries import (
+    AnyEntry,
     Apply,
     Combine,
-    Entry,
     Fenced,
     Idle,
     Joined,
@@ -200,7 +200,7 @@ def test_a_contributor_is_told_its_own_grouping_and_the_latest_answer_again() ->
 def test_under_ssp_nobody_waits_for_one_that_waits_for_its_new_group() -> None:
     log = log_of("ssp")
 
-    def lines(iteration: int, grouping: int) -> list[Entry]:
+    def lines(iteration: int, grouping: int) -> list[AnyEntry]:
         log.handle_staged(0, 0, 1, iteration)
         entries = log.handle_commit(0, grouped(1, iteration, grouping)).entries
         return [entry for entry in entries if not isinstance(entry, Apply)]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "atoll"
-ROOMS = ("train", "memory", "cpuside", "exchange")
+ROOMS = ("train", "memory", "cpuside", "exchange", "hub", "server")
 # A class with one of these as a base, or made a dataclass, is data: it may be put down anywhere.
 DATA = {"Struct", "Message", "NamedTuple", "Enum", "Exception", "TypedDict"}
 CALLABLES = {"Callable", "Handler", "Subscriber"}
@@ -28,6 +28,8 @@ ALLOWED = {
     ],
     "a script prepares its model when it likes, and until then there is none": [
         "memory/observing.py: Observation.take: self._fitted",
+        "server/revival.py: Revival.stand_as: self._training.model",
+        "server/setups.py: SetUps._begin: self._training.model",
         "train/data/sharereports.py: ShareReports.follow: self._sampler",
         "train/data/sharereports.py: ShareReports.follow: self._schedule",
         "train/sync/peers.py: Peers.build_model: self._model",
@@ -42,7 +44,11 @@ ALLOWED = {
         "memory/proxies.py: GradientProxy.of: proxy.source",
         "memory/sharedgradients.py: _SharedSlot.leave: proxy.source",
     ],
+    "a journal is replayed before anybody is asked": [
+        "server/sitemodel.py: SiteModel.go_on: self._above",
+    ],
     "an argument of one wait, let go as it ends": [
+        "server/site.py: SiteShard.run: self._until",
         "train/group/standing.py: Standing.begin: self._where",
     ],
     "objects of torch's and Python's, which are changed in no other way": [
@@ -54,6 +60,11 @@ ALLOWED = {
     ],
     "values, where another class has an attribute of that name that acts": [
         "exchange/feedback.py: Feedback.restore: self._residuals[chunk].values",
+        "hub/book.py: Book.restore: self.leases.state",
+        "hub/groups.py: Groups.restore: self._formation.state",
+        "hub/journal.py: HubJournal.__init__: self._file.end",
+        "hub/placement.py: Placement.restore: self._planner.sites",
+        "hub/placement.py: Placement.take_links: planner.server",
         "memory/fitted.py: _Stationary.__init__: parameter.data",
         "memory/fitted.py: _Stationary.close: parameter.data",
         "memory/initialising.py: _Room._evict: parameter.data",
@@ -68,6 +79,10 @@ ALLOWED = {
         "memory/plainstate.py: PlainState.give_back: self._optimizer.state",
         "memory/segments.py: run_step: copy.state",
         "memory/sharing.py: Sharing._staged: stage.holds",
+        "server/logkeeper.py: LogKeeper.set_up: self.state.log",
+        "server/model.py: Model._hold: optimizer.origins",
+        "server/shard.py: Shard._see_to_links: self._hub.steps",
+        "server/standby.py: Standby._look_after: self._hub.steps",
         "train/data/peersdealing.py: PeerDeal.made: state.used",
         "train/data/sampler.py: DealtSampler._set_deal: self._deal",
         "train/gradients/agreement.py: Ballot.agreed: agreed.steps",

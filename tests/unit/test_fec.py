@@ -58,13 +58,10 @@ def random_bytes(seed: int, *shape: int) -> Bytes:
 # -- the field ---------------------------------------------------------------------------------------------
 
 
-def test_all_products_and_quotients_are_the_fields() -> None:
-    a = np.arange(256, dtype=np.uint8)
-    np.testing.assert_array_equal(gf.multiply(a[:, None], a[None, :]), PRODUCTS)
-    b = a[1:]
-    np.testing.assert_array_equal(
-        gf.multiply(gf.divide(b[:, None], b[None, :]), b[None, :]), b[:, None] + 0 * b
-    )
+def test_all_quotients_are_the_fields() -> None:
+    b = np.arange(1, 256, dtype=np.uint8)
+    quotients = gf.divide(b[:, None], b[None, :])
+    np.testing.assert_array_equal(PRODUCTS[quotients, b[None, :]], b[:, None] + 0 * b)
 
 
 @each_kernel

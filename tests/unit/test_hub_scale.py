@@ -55,17 +55,17 @@ class Run:
 
     def __init__(self, count: int, shards: int = 0) -> None:
         self.count, self.now = count, 0.0
-        self.book = Book(count, 10.0, shards, heartbeat=0.25)
+        members = Membership(count, 10.0, shards, heartbeat=0.25)
         self.server = Server()
         self.looked: list[int] = []
-        self.broken = BrokenLinks(self.book.members, self.server)  # type: ignore[arg-type]
+        self.broken = BrokenLinks(members, self.server)  # type: ignore[arg-type]
         self.decided: list[str] = []
         decisions = Decisions()
         decisions.add = lambda what, choice, reason: self.decided.append(f"{what}: {choice} ({reason})")  # type: ignore[method-assign]
         said = Said(lambda: self.now)
         self.said, self.sent = said, said.sent
-        self.rings = Rings(self.book.members, decisions, said)
-        self.book.rings = self.rings
+        self.rings = Rings(members, decisions, said)
+        self.book = Book(members, self.rings)
 
     def join(self) -> None:
         for each in range(self.count):

@@ -66,10 +66,10 @@ def test_a_broken_journal_lets_go_and_is_mended(
     assert folder.segments() == {}  # nobody goes on from it
     for _ in range(3):
         kept.release()
-    trouble = kept.take_trouble()
+    (trouble,) = kept.take_news()
     assert "shard 0 cannot write its journal" in trouble
     assert "it goes on without one" in trouble
-    assert kept.take_trouble() == ""
+    assert kept.take_news() == []
     assert not kept.comes_back
     for _ in range(1000):  # nothing is held meanwhile
         journal.append(told(4), PAYLOAD)

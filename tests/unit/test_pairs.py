@@ -128,7 +128,7 @@ class Hub:
 
     def __init__(self) -> None:
         self.now, self.gone = 0.0, set[bytes]()
-        self.book = Book(1, 10.0, 1, heartbeat=0.25, replicas=2)
+        self.book = Book(Membership(1, 10.0, 1, heartbeat=0.25, replicas=2))
         self.owners: dict[int, bytes] = {}
         self.buried: list[int] = []
         self.turn = Turn(lambda: self.now)

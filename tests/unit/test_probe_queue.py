@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 
-import msgspec
 import pytest
 
 from atoll.core.errors import DeadlineError, UserError
-from atoll.groups.grouping import Grouping
-from atoll.groups.probe import Formed, GivenUp, Late, ProbeEvent, ProbeQueue, ProbeState
+from atoll.groups.probe import Formed, GivenUp, Late, ProbeEvent, ProbeQueue
 
 
 def queue(workers: int = 4, groups: int = 2, patience: float = 60.0, tolerance: float = 0.1) -> ProbeQueue:
@@ -84,11 +82,10 @@ def test_each_state_and_what_comes(state: str, what: str, after: str) -> None:
     elif what == "time":
         told += made.poll(160.0)
     told += made.poll(now)
-    known = made.state()
-    assert (0 in known.begun) == (after == "probing")
-    assert (0 in known.queue) == (after == "queued")
-    assert (0 in made.grouping().workers) == (after == "grouped")
-    assert (0 in known.left_out) == (after in ("given up", "late"))
+    assert (0 in made.begun) == (after == "probing")
+    assert (0 in made.queue) == (after == "queued")
+    assert any(0 in group for group in made.formed) == (after == "grouped")
+    assert (0 in made.left_out) == (after in ("given up", "late"))
     assert any(isinstance(each, Late) and each.worker == 0 for each in told) == (after == "late")
     given_up = any(isinstance(each, GivenUp) and each.worker == 0 for each in told)
     assert given_up == (after == "given up" and state == "probing")
@@ -102,7 +99,7 @@ def test_a_full_queue_leaves_when_nobody_else_can_be_as_fast() -> None:
     assert made.poll(110.5) == []
     assert made.next_deadline() == pytest.approx(111.55)  # the slower of the two took 10.5 s
     assert groups_in(made.poll(111.55)) == [(0, 3)]
-    assert made.awaited == [1, 2]
+    assert sorted(made.begun) == [1, 2]
     made.handle_probed(140.0, 2, 0.4)
     made.handle_probed(140.0, 1, 0.4)
     assert groups_in(made.poll(140.0)) == [(1, 2)]  # all have reported: there is nobody to wait for
@@ -136,9 +133,9 @@ def test_a_death_makes_groups_smaller_and_at_last_fewer() -> None:
     made.handle_left(102.0, 3)
     made.handle_probed(103.0, 4, 0.02)
     assert groups_in(made.poll(103.0)) == [(4,)]
-    assert made.grouping() == Grouping([[0], [4]])
+    assert made.formed == [(0,), (4,)]
     made.handle_left(104.0, 4)
-    assert made.grouping() == Grouping([[0]])
+    assert made.formed == [(0,)]
 
 
 def test_who_comes_in_time_is_of_the_queue_and_who_comes_later_is_placed_beside_it() -> None:
@@ -184,21 +181,6 @@ def test_where_nobody_reports_in_time_there_are_no_groups() -> None:
     assert made.over
 
 
-def test_a_queue_is_written_down_and_goes_on() -> None:
-    made = queue()
-    made.handle_probed(110.0, 2, 0.1)
-    made.handle_probed(110.0, 0, 0.1)
-    made.handle_left(110.0, 3)
-    assert groups_in(made.poll(112.0)) == [(0, 2)]
-    written = msgspec.json.encode(made.state())
-    again = queue()
-    again.restore(msgspec.json.decode(written, type=ProbeState))
-    again.handle_probed(112.0, 2, 0.1)  # it asks again, and counts once
-    again.handle_probed(120.0, 1, 0.2)
-    assert groups_in(again.poll(120.0)) == [(1,)]
-    assert again.grouping() == Grouping([[0, 2], [1]])
-
-
 @pytest.mark.parametrize(
     ("workers", "groups", "said"),
     [
@@ -219,6 +201,6 @@ def test_a_time_that_is_none_is_refused_and_changes_nothing(seconds: float) -> N
     made = queue()
     with pytest.raises(UserError, match=r"worker 1 reports .* s a sample; it must be finite and above 0"):
         made.handle_probed(101.0, 1, seconds)
-    assert made.awaited == [0, 1, 2, 3]
+    assert sorted(made.begun) == [0, 1, 2, 3]
     with pytest.raises(UserError, match="patience 0 s must be above 0"):
         queue(patience=0.0)

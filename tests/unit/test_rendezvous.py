@@ -94,7 +94,7 @@ def test_a_wish_that_is_sent_twice_is_answered_twice_and_counted_once() -> None:
     formed = meeting.handle_gather(0.0, "b", 1, gather(2))
     assert formed == [("a", Gathered(group=1)), ("b", Gathered(group=1))]
     assert meeting.handle_gather(1.0, "newest", 0, gather(1)) == [("newest", Gathered(group=1))]
-    assert meeting.formed == 1
+    assert meeting.state.formed == 1
 
 
 def test_a_ring_made_again_by_the_same_workers_has_keys_of_its_own_and_the_old_ones_go() -> None:

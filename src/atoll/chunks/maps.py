@@ -66,15 +66,6 @@ class ChunkMap(msgspec.Struct, frozen=True):
     chunks: tuple[Chunk, ...]
     places: tuple[tuple[int, int], ...]
 
-    def chunk_of(self, parameter: int) -> Chunk:
-        """Return the chunk that holds parameter number `parameter`."""
-        return self.chunks[self.places[parameter][0]]
-
-    def slot_of(self, parameter: int) -> Slot:
-        """Return the slot of parameter number `parameter`."""
-        chunk, slot = self.places[parameter]
-        return self.chunks[chunk].slots[slot]
-
     def blocks_of(self, chunk: Chunk) -> int:
         """Return the blocks of `chunk_bytes` that the chunk takes in an arena; several if oversize."""
         return -(-chunk.nbytes // self.chunk_bytes)

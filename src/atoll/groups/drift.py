@@ -56,8 +56,8 @@ class Proposal:
 class Regrouper:
     """The grouping of a run. Times are in the caller's seconds.
 
-    A proposal counts as carried out; if it was not, `handle_grouping` corrects that. A restarted hub needs
-    only the grouping and the known speeds: windows fill again.
+    A proposal counts as carried out: a group that does not come together is opened again
+    (`groups/formation.py`). A restarted hub needs only the grouping and the known speeds: windows fill again.
 
     Args:
         choose: the chooser, given speeds, for any remaining members.
@@ -145,12 +145,6 @@ class Regrouper:
             f"{beside}: {scores[best]:.4g} samples/s predicted in all"
         )
         return Proposal(self.grouping, reason)
-
-    def handle_grouping(self, now: float, grouping: Grouping) -> None:  # noqa: ARG002
-        """Set the members' actual groups, whatever was proposed."""
-        grouping.check(self._known)
-        self.grouping, self._wish, self._moved_on = grouping, None, True
-        self._looked = {}
 
     def _check_seconds(self, worker: int, seconds_per_sample: float) -> None:
         if not (math.isfinite(seconds_per_sample) and seconds_per_sample > 0):

@@ -155,58 +155,53 @@ class Formation:
     """The contributors of a run that begins with `workers` workers. Times are in the caller's seconds.
 
     `new_life` returns a unique incarnation. The `handle_` methods and `poll` return outcomes, in order.
+
+    Attributes:
+        state: all that a restart needs, and what it sets. It is not a copy: encode it at once.
     """
 
     def __init__(self, workers: int, new_life: Callable[[], int], *, lockstep: bool = False) -> None:
         self._new_life, self._lockstep = new_life, lockstep
-        self._state = FormationState(0, workers, [], {}, {}, [], [], None, FIRST_PAUSE)
+        self.state = FormationState(0, workers, [], {}, {}, [], [], None, FIRST_PAUSE)
 
     # -- queries ------------------------------------------------------------------------------------------
 
     @property
     def numbers(self) -> list[int]:
         """Numbers of all groups that ever existed: no worker may have one as its rank."""
-        return self._state.numbers
+        return self.state.numbers
 
     def grouping_of(self, worker: int) -> int:
         """Return the latest grouping for a worker; 0 if the worker is not present."""
-        known = self._state.workers.get(worker)
+        known = self.state.workers.get(worker)
         return known.told if known is not None else 0
 
     def contributors_of(self, worker: int) -> list[tuple[int, int]]:
         """Return (number, life) of a worker's contributor, and of its next one."""
-        known = self._state.workers.get(worker)
+        known = self.state.workers.get(worker)
         if known is None:
             return []
         numbers = [known.contributor, *([known.target] if known.target is not None else [])]
-        return [(number, self._state.contributors[number].life) for number in numbers]
+        return [(number, self.state.contributors[number].life) for number in numbers]
 
     def members(self, contributor: int) -> tuple[int, ...]:
         """Return a contributor's members, and the workers on their way to it, in order of rank."""
-        there = self._state.contributors.get(contributor)
+        there = self.state.contributors.get(contributor)
         return tuple(sorted([*there.members, *there.coming])) if there is not None else ()
 
     def settled(self) -> bool:
         """Return True if no worker is moving, or about to."""
-        return not self._state.forming and not any(each.coming for each in self._state.contributors.values())
+        return not self.state.forming and not any(each.coming for each in self.state.contributors.values())
 
     def placed(self) -> Grouping:
         """Return the groups of all living workers; a moving one counts at its target."""
         return Grouping(self._groups_now())
 
-    def state(self) -> FormationState:
-        """Return the state that a restart needs, for `restore`. It is not a copy: encode it at once."""
-        return self._state
-
-    def restore(self, state: FormationState) -> None:
-        """Take over `state`."""
-        self._state = state
-
     # -- workers ------------------------------------------------------------------------------------------
 
     def handle_joined(self, worker: int, life: int) -> list[FormationEvent]:
         """Add a worker, as a contributor by itself until it is placed."""
-        state = self._state
+        state = self.state
         before = [key for key in state.abandoned if key[0] == worker]  # of a dead worker with this rank
         state.abandoned = [key for key in state.abandoned if key[0] != worker]
         state.workers[worker] = WorkerState(life, worker)
@@ -216,7 +211,7 @@ class Formation:
 
     def handle_left(self, now: float, worker: int, *, finished: bool = False) -> list[FormationEvent]:
         """Remove a worker that died, or ended its session (`finished`)."""
-        state = self._state
+        state = self.state
         known = state.workers.pop(worker, None)
         if known is None:
             return []
@@ -244,8 +239,8 @@ class Formation:
     def handle_trains(self, worker: int) -> None:
         """Note that a worker makes iterations. In lock step a decision leaves out the others, which would be
         waited for."""
-        if worker in self._state.workers:
-            self._state.workers[worker].trains = True
+        if worker in self.state.workers:
+            self.state.workers[worker].trains = True
 
     # -- decisions ----------------------------------------------------------------------------------------
 
@@ -257,7 +252,7 @@ class Formation:
         The groups are opened once none of their workers is moving. Waiting decisions that concern only these
         workers are dropped.
         """
-        state = self._state
+        state = self.state
         decision = DecisionState([sorted(group) for group in Grouping(groups)], reason, now)
         touched = _workers_of(decision)
         state.waiting = [each for each in state.waiting if not _workers_of(each) <= touched]
@@ -277,7 +272,7 @@ class Formation:
             iteration: number of iterations that it has completed.
             patience: seconds that it is ready to wait.
         """
-        state = self._state
+        state = self.state
         known = state.workers.get(worker)
         if known is None:
             return []
@@ -297,7 +292,7 @@ class Formation:
 
     def handle_arrived(self, now: float, worker: int, contributor: int) -> list[FormationEvent]:
         """Record that a worker now speaks only for its new contributor. May be repeated."""
-        state = self._state
+        state = self.state
         known = state.workers.get(worker)
         if known is None or known.target != contributor:
             return []
@@ -316,7 +311,7 @@ class Formation:
 
     def poll(self, now: float) -> list[FormationEvent]:
         """Give up late groups, and open those that are due."""
-        state = self._state
+        state = self.state
         late = [each for each in state.forming if each.until is not None and each.until <= now]
         outcomes: list[FormationEvent] = []
         for forming in late:
@@ -328,7 +323,7 @@ class Formation:
 
     def next_deadline(self) -> float | None:
         """Return when `poll` may next have outcomes without other events; None for never."""
-        state = self._state
+        state = self.state
         ends = [each.until for each in state.forming if each.until is not None]
         ends += [each.due for each in state.waiting if self._may_open(each)]
         if state.again is not None and self._may_open(state.again):
@@ -340,7 +335,7 @@ class Formation:
 
     def _open_waiting(self, now: float) -> list[FormationEvent]:
         """Open all decisions that are due and whose workers are not moving."""
-        state = self._state
+        state = self.state
         outcomes: list[FormationEvent] = []
         for decision in list(state.waiting):
             if self._may_open(decision):
@@ -358,7 +353,7 @@ class Formation:
 
     def _forget_again(self, workers: set[int]) -> None:
         """Drop groups to be opened again that contain some of these workers."""
-        state = self._state
+        state = self.state
         if state.again is None:
             return
         state.again.groups = [group for group in state.again.groups if workers.isdisjoint(group)]
@@ -372,17 +367,17 @@ class Formation:
         """Return True if one of these workers is moving or about to; in lock step, if any worker is."""
         if self._lockstep:
             return not self.settled()
-        busy = {worker for each in self._state.forming for worker in each.wanted}
-        busy |= {worker for worker, known in self._state.workers.items() if known.target is not None}
+        busy = {worker for each in self.state.forming for worker in each.wanted}
+        busy |= {worker for worker, known in self.state.workers.items() if known.target is not None}
         return not busy.isdisjoint(workers)
 
     def _lost(self) -> list[tuple[float, tuple[int, ...]]]:
         """Return the contributors that lost a member, by their remaining members, without those already
         planned for."""
-        planned = {worker for each in self._state.waiting for worker in _workers_of(each)}
+        planned = {worker for each in self.state.waiting for worker in _workers_of(each)}
         return [
             (there.lost_since, tuple(there.members))
-            for there in self._state.contributors.values()
+            for there in self.state.contributors.values()
             if there.lost_since is not None
             and there.members
             and not there.over
@@ -391,7 +386,7 @@ class Formation:
         ]
 
     def _open(self, decision: DecisionState) -> list[FormationEvent]:
-        state = self._state
+        state = self.state
         living = [[worker for worker in group if worker in state.workers] for group in decision.groups]
         groups = [group for group in living if group and not self._is_there(group)]
         if not groups:
@@ -414,18 +409,18 @@ class Formation:
 
     def _is_there(self, group: Sequence[int]) -> bool:
         """Return True if exactly these workers are a contributor already, which has lost nobody."""
-        there = self._state.contributors[self._state.workers[group[0]].contributor]
+        there = self.state.contributors[self.state.workers[group[0]].contributor]
         return sorted(there.members) == sorted(group) and not there.coming and there.lost_since is None
 
     def _rest(self, groups: Sequence[Sequence[int]]) -> list[list[int]]:
         """Return the present groups of the training workers that are in none of `groups`."""
-        resting = {worker for worker, known in self._state.workers.items() if not known.trains}
+        resting = {worker for worker, known in self.state.workers.items() if not known.trains}
         moved = resting | {worker for group in groups for worker in group}
         return [rest for group in self._groups_now() if (rest := [w for w in group if w not in moved])]
 
     def _groups_now(self) -> list[list[int]]:
         together: dict[int, list[int]] = {}
-        for worker, known in self._state.workers.items():
+        for worker, known in self.state.workers.items():
             where = known.contributor if known.target is None else known.target
             together.setdefault(where, []).append(worker)
         return [sorted(group) for group in together.values()]
@@ -433,7 +428,7 @@ class Formation:
     # -- forming ------------------------------------------------------------------------------------------
 
     def _form_if_whole(self, forming: FormingState) -> list[FormationEvent]:
-        state = self._state
+        state = self.state
         if len(forming.asked) < len(forming.wanted):
             return []
         state.forming.remove(forming)
@@ -451,7 +446,7 @@ class Formation:
         return [Formed(forming.grouping, number, life, tuple(order), newcomers)]
 
     def _give_up(self, now: float, forming: FormingState) -> list[FormationEvent]:
-        state = self._state
+        state = self.state
         state.forming.remove(forming)
         missing = [worker for worker in sorted(forming.wanted) if worker not in forming.asked]
         who = " and ".join(f"worker {worker}" for worker in missing)
@@ -472,7 +467,7 @@ class Formation:
         more."""
         if self._lockstep and not self.settled():
             return []
-        abandoned, self._state.abandoned = self._state.abandoned, []
+        abandoned, self.state.abandoned = self.state.abandoned, []
         return [Empty(*key) for key in abandoned]
 
 

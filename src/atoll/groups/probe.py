@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from atoll.core.errors import DeadlineError, UserError
 from atoll.core.units import format_seconds
-from atoll.groups.grouping import Grouping, sizes_of
+from atoll.groups.grouping import sizes_of
 
 TOLERANCE = 0.1  # share by which equal speeds may differ
 
@@ -52,20 +52,6 @@ class Late:
 ProbeEvent: TypeAlias = Formed | GivenUp | Late
 
 
-@dataclass
-class ProbeState:
-    """State of a queue as plain data: times in the caller's seconds, workers by rank."""
-
-    started: float
-    asked: int  # number of groups
-    begun: dict[int, float]  # workers with a running probe -> its start
-    queue: dict[int, float]  # workers that have reported, in order -> seconds of their probes
-    seconds_per_sample: dict[int, float]  # of all workers that have reported
-    formed: list[tuple[int, ...]] = field(default_factory=list)  # groups, in the order of leaving
-    left_out: dict[int, float] = field(default_factory=dict)  # given up, or too late -> since when
-    alone: bool = False  # no worker reported in time, and DeadlineError was raised
-
-
 class ProbeQueue:
     """The queue at a run's start: N workers, `groups` groups. Times are in the caller's seconds.
 
@@ -73,6 +59,13 @@ class ProbeQueue:
     an unknown time; the others take its samples. If it reports later, it enters as a late worker. A worker
     that joins within the first `patience` seconds is in the queue like the others, with as long for its
     probe.
+
+    Attributes:
+        begun: the start of each running probe, by worker.
+        queue: the seconds of the probe, by worker that has reported and is in no group.
+        seconds_per_sample: of all workers that have reported.
+        formed: the groups, in the order of leaving.
+        left_out: since when a worker is given up, or too late.
 
     Raises UserError for no group, and for more groups than workers.
     """
@@ -92,62 +85,30 @@ class ProbeQueue:
         if not (patience > 0 and tolerance >= 0):
             raise UserError(f"patience {patience:g} s must be above 0, and tolerance {tolerance:g} 0 or more")
         self._patience, self._tolerance, self._name = patience, tolerance, name
-        self._state = ProbeState(now, groups, begun, {}, {})
+        self._started, self._asked = now, groups
+        self.begun = begun
+        self.queue: dict[int, float] = {}
+        self.seconds_per_sample: dict[int, float] = {}
+        self.formed: list[tuple[int, ...]] = []
+        self.left_out: dict[int, float] = {}
+        self._is_told = False  # DeadlineError was raised: no worker reported in time
         self._outcomes: list[ProbeEvent] = []  # since the last poll
 
     @property
     def over(self) -> bool:
         """True if each worker is in a group, or given up."""
-        return not self._state.begun and not self._state.queue
-
-    @property
-    def awaited(self) -> list[int]:
-        """Workers that have neither reported nor been given up, in order of rank."""
-        return sorted(self._state.begun)
-
-    @property
-    def seconds_per_sample(self) -> dict[int, float]:
-        """Measured seconds per sample, by worker."""
-        return dict(self._state.seconds_per_sample)
-
-    def grouping(self) -> Grouping:
-        """Return the groups so far, of the workers that still live."""
-        return Grouping(self._state.formed)
-
-    def state(self) -> ProbeState:
-        """Return a copy of the state that a restart needs, for `restore`."""
-        state = self._state
-        return ProbeState(
-            state.started,
-            state.asked,
-            dict(state.begun),
-            dict(state.queue),
-            dict(state.seconds_per_sample),
-            list(state.formed),
-            dict(state.left_out),
-            state.alone,
-        )
-
-    def restore(self, state: ProbeState) -> None:
-        """Take over `state`."""
-        self._state, self._outcomes = state, []
+        return not self.begun and not self.queue
 
     # -- events -------------------------------------------------------------------------------------------
 
     def handle_begun(self, now: float, worker: int) -> None:
         """A new worker begins its probe."""
-        state = self._state
-        if (
-            worker in state.begun
-            or worker in state.queue
-            or worker in state.left_out
-            or self._group_of(worker)
-        ):
+        if worker in self.begun or worker in self.queue or worker in self.left_out or self._group_of(worker):
             return
-        if self.over or now >= state.started + self._patience:
-            state.left_out[worker] = now
+        if self.over or now >= self._started + self._patience:
+            self.left_out[worker] = now
         else:
-            state.begun[worker] = now
+            self.begun[worker] = now
 
     def handle_probed(self, now: float, worker: int, seconds_per_sample: float) -> None:
         """A worker has finished its probe batches; a repeated report has no effect.
@@ -159,13 +120,12 @@ class ProbeQueue:
                 f"worker {self._name(worker)} reports {seconds_per_sample:g} s a sample; "
                 "it must be finite and above 0"
             )
-        state = self._state
-        if worker in state.seconds_per_sample:
+        if worker in self.seconds_per_sample:
             return
-        if worker in state.begun:
-            state.queue[worker] = max(0.0, now - state.begun.pop(worker))
-        elif worker in state.left_out:
-            since = format_seconds(now - state.started)
+        if worker in self.begun:
+            self.queue[worker] = max(0.0, now - self.begun.pop(worker))
+        elif worker in self.left_out:
+            since = format_seconds(now - self._started)
             reason = (
                 f"worker {self._name(worker)} finished its probe {since} after the start, when the groups "
                 "were made"
@@ -173,14 +133,13 @@ class ProbeQueue:
             self._outcomes.append(Late(worker, seconds_per_sample, reason))
         else:
             raise UserError(f"worker {self._name(worker)} reports a probe that it has not begun")
-        state.seconds_per_sample[worker] = seconds_per_sample
+        self.seconds_per_sample[worker] = seconds_per_sample
 
     def handle_left(self, now: float, worker: int) -> None:  # noqa: ARG002
         """A worker died or left: the others form the groups, fewer if they are too few."""
-        state = self._state
-        for known in (state.begun, state.queue, state.left_out, state.seconds_per_sample):
+        for known in (self.begun, self.queue, self.left_out, self.seconds_per_sample):
             known.pop(worker, None)
-        state.formed = [rest for group in state.formed if (rest := tuple(w for w in group if w != worker))]
+        self.formed = [rest for group in self.formed if (rest := tuple(w for w in group if w != worker))]
         self._outcomes = [
             each for each in self._outcomes if not (isinstance(each, Late) and each.worker == worker)
         ]
@@ -201,28 +160,27 @@ class ProbeQueue:
     def next_deadline(self) -> float | None:
         """Return when `poll` may next have outcomes without other events; None for never."""
         if self._outcomes:
-            return self._state.started
-        moments = [begun + self._patience for begun in self._state.begun.values()]
+            return self._started
+        moments = [begun + self._patience for begun in self.begun.values()]
         group = self._candidates()
         if group:
             moments.append(self._settled(group))
         return min(moments, default=None)
 
     def _give_up(self, now: float) -> None:
-        state = self._state
-        for worker, begun in sorted(state.begun.items()):
+        for worker, begun in sorted(self.begun.items()):
             if now >= begun + self._patience:
-                del state.begun[worker]
-                state.left_out[worker] = now
+                del self.begun[worker]
+                self.left_out[worker] = now
                 span = format_seconds(self._patience)
                 reason = (
                     f"the run begins without worker {self._name(worker)}: its probe did not end within "
                     f"{span}, and in a group it would hold up the others; it enters if it reports"
                 )
                 self._outcomes.append(GivenUp(worker, reason))
-        if self.over and state.left_out and not state.formed and not state.alone:
-            state.alone = True
-            names = ", ".join(self._name(worker) for worker in sorted(state.left_out)[:8])
+        if self.over and self.left_out and not self.formed and not self._is_told:
+            self._is_told = True
+            names = ", ".join(self._name(worker) for worker in sorted(self.left_out)[:8])
             raise DeadlineError(
                 f"no worker has ended its probe within {format_seconds(self._patience)} (waited for workers "
                 f"{names}): its batches take longer than the probe may"
@@ -230,19 +188,18 @@ class ProbeQueue:
 
     def _candidates(self) -> tuple[int, ...]:
         """Return the workers that would leave the queue next; empty while it holds too few."""
-        state = self._state
-        remaining = len(state.begun) + len(state.queue)
+        remaining = len(self.begun) + len(self.queue)
         if not remaining:
             return ()
-        groups = max(1, min(state.asked - len(state.formed), remaining))
+        groups = max(1, min(self._asked - len(self.formed), remaining))
         size = sizes_of(remaining, groups)[0]
-        return tuple(self._in_order()[:size]) if len(state.queue) >= size else ()
+        return tuple(self._in_order()[:size]) if len(self.queue) >= size else ()
 
     def _in_order(self) -> list[int]:
         """Return the queue by speed, and by rank among speeds that count as equal to their fastest."""
-        times = self._state.seconds_per_sample
+        times = self.seconds_per_sample
         ordered: list[int] = []
-        rest = sorted(self._state.queue, key=lambda worker: (times[worker], worker))
+        rest = sorted(self.queue, key=lambda worker: (times[worker], worker))
         while rest:
             equals = [worker for worker in rest if times[worker] <= times[rest[0]] * (1 + self._tolerance)]
             ordered += sorted(equals)
@@ -251,28 +208,27 @@ class ProbeQueue:
 
     def _settled(self, group: tuple[int, ...]) -> float:
         """Return when no worker with a running probe can be as fast as the slowest of `group` any more."""
-        longest = max(self._state.queue[worker] for worker in group) * (1 + self._tolerance)
-        return max((begun + longest for begun in self._state.begun.values()), default=-math.inf)
+        longest = max(self.queue[worker] for worker in group) * (1 + self._tolerance)
+        return max((begun + longest for begun in self.begun.values()), default=-math.inf)
 
     def _next_group(self, now: float) -> tuple[int, ...] | None:
         group = self._candidates()
         return group if group and now >= self._settled(group) else None
 
     def _form(self, group: tuple[int, ...]) -> None:
-        state = self._state
         for worker in group:
-            del state.queue[worker]
+            del self.queue[worker]
         group = tuple(sorted(group))
-        state.formed.append(group)
-        speeds = sorted(1 / state.seconds_per_sample[worker] for worker in group)
+        self.formed.append(group)
+        speeds = sorted(1 / self.seconds_per_sample[worker] for worker in group)
         which = ", ".join(self._name(worker) for worker in group)
         range_ = f"{speeds[0]:.4g}" if speeds[0] == speeds[-1] else f"{speeds[0]:.4g} to {speeds[-1]:.4g}"
-        behind = len(state.begun) + len(state.queue)
+        behind = len(self.begun) + len(self.queue)
         rest = f"; {behind} behind {'it' if len(group) == 1 else 'them'} in the queue" if behind else ""
         reason = (
-            f"{which}: {range_} samples/s by their probe, group {len(state.formed)} of {state.asked}{rest}"
+            f"{which}: {range_} samples/s by their probe, group {len(self.formed)} of {self._asked}{rest}"
         )
         self._outcomes.append(Formed(group, reason))
 
     def _group_of(self, worker: int) -> bool:
-        return any(worker in group for group in self._state.formed)
+        return any(worker in group for group in self.formed)

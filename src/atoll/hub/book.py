@@ -8,9 +8,9 @@ same state.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from atoll.hub.records import (
     AnyRecord,
@@ -37,10 +37,10 @@ from atoll.peers.witness import Answer, Witness
 from atoll.store.admission import Admission
 from atoll.store.leases import Key, Leases
 from atoll.store.members import Membership
-from atoll.store.silence import FLOOR_SECONDS
 from atoll.wire.messages import AnyMessage, Lease, Leased, Used
 
 GLOBAL = ""  # the name of shard 0's log; a site's log has the site's name
+Fences: TypeAlias = dict[str, set[Key]]  # unanswered, by the name of their log
 
 
 class GroupsOf(Protocol):
@@ -106,28 +106,27 @@ class LogEffects:
     epochs: list[tuple[tuple[int, int], dict[int, int]]] = field(default_factory=list)
 
 
+def no_fences(members: Membership) -> Fences:
+    """Return an empty set of fences for each log."""
+    return {GLOBAL: set(), **{site: set() for site in members.sites.workers}}
+
+
 class Book:
-    """Members, leases, sites, and unanswered fences by the name of their log."""
+    """Members, leases, sites, and unanswered fences. `leases` and `fences` are those that `groups` has too;
+    None: the run has no groups."""
 
     def __init__(
         self,
-        workers: int,
-        patience: float,
-        shards: int = 1,
-        sites: Mapping[str, int] | None = None,
-        heartbeat: float = 1.0,
-        replicas: int = 1,
-        least_patience: float = FLOOR_SECONDS,
+        members: Membership,
+        rings: RingsOf | None = None,
+        groups: GroupsOf | None = None,
+        leases: Leases | None = None,
+        fences: Fences | None = None,
     ) -> None:
-        self.members = Membership(workers, patience, shards, sites, heartbeat, replicas, least=least_patience)
-        self.leases = Leases()
-        self.rings: RingsOf | None = None
-        self.groups: GroupsOf | None = None
-        self.fences: dict[str, set[Key]] = {
-            GLOBAL: set(),
-            **{site: set() for site in self.members.sites.workers},
-        }
-        self.begun = self.over = False
+        self.members, self.rings, self.groups = members, rings, groups
+        self.leases = Leases() if leases is None else leases
+        self.fences = no_fences(members) if fences is None else fences
+        self.over = False
         self.witness = Witness()
         self._site_of: dict[Key, str] = {}  # of every worker that ever joined
         self._site_by_incarnation: dict[int, str] = {}
@@ -201,7 +200,8 @@ class Book:
             if record.role == "worker" and self.members.sites.workers:
                 self._site_of[admission.worker, admission.incarnation] = record.site
                 self._site_by_incarnation[admission.incarnation] = record.site
-            self.begun = self.begun or len(self.members.workers.members) >= self.members.workers.count
+            members = self.members
+            members.begun = members.begun or len(members.workers.members) >= members.workers.count
         return admission
 
     def pair(self, record: Paired) -> bool:
@@ -329,7 +329,7 @@ class Book:
             dict(self._site_of),
             {log: sorted(fences) for log, fences in self.fences.items()},
             {key: dict(dealt) for key, dealt in self._dealt.items()},
-            self.begun,
+            self.members.begun,
             self.over,
             self.rings.state() if self.rings is not None else b"",
             self.groups.state() if self.groups is not None else b"",
@@ -342,9 +342,10 @@ class Book:
         self.leases.state = state.leases
         self._site_of = dict(state.site_of)
         self._site_by_incarnation = {known: site for (_, known), site in self._site_of.items()}
-        self.fences = {log: set(map(tuple, fences)) for log, fences in state.fences.items()}  # type: ignore[arg-type]
+        self.fences.clear()
+        self.fences.update({log: set(map(tuple, fences)) for log, fences in state.fences.items()})  # type: ignore[arg-type]
         self._dealt = {key: Counter(dealt) for key, dealt in state.dealt.items()}
-        self.begun, self.over = state.begun, state.over
+        self.members.begun, self.over = state.begun, state.over
         self.witness = Witness(state.witness)
         if self.rings is not None:
             self.rings.restore(now, state.rings)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from atoll.groups.formation import Formation
-from atoll.hub.book import Book
 from atoll.hub.links import LinkDesk
 from atoll.store.leases import Key
+from atoll.store.members import Membership
 
 
 class Contributors:
-    """A view of the groups in `formation`, for the run in `book`; `desk` measures links."""
+    """A view of the groups in `formation`, of a run's `members`; `desk` measures links."""
 
-    def __init__(self, book: Book, formation: Formation, desk: LinkDesk) -> None:
-        self._book, self._workers = book, book.members.workers
+    def __init__(self, members: Membership, formation: Formation, desk: LinkDesk) -> None:
+        self._members, self._workers = members, members.workers
         self._formation, self._desk = formation, desk
 
     def grouping_of(self, incarnation: int) -> int:
@@ -25,7 +25,7 @@ class Contributors:
         rank = self._workers.rank_of(incarnation)
         if not self._desk.measures or rank is None:
             return False
-        return not self._book.begun or self._desk.wants(rank)
+        return not self._members.begun or self._desk.wants(rank)
 
     def name(self, contributor: int, life: int) -> str:
         """Name of a contributor for people."""

@@ -18,7 +18,7 @@ from atoll.groups import formation
 from atoll.groups.formation import Formation, FormationState
 from atoll.groups.grouping import Grouping, show
 from atoll.groups.probing import LinkMeasurement
-from atoll.hub.book import GLOBAL, Book
+from atoll.hub.book import GLOBAL, Fences
 from atoll.hub.decisions import Decisions
 from atoll.hub.links import LinkDesk
 from atoll.hub.placement import Placement
@@ -27,7 +27,8 @@ from atoll.hub.records import Decided, InGroups, Linked, Paced, TimePassed
 from atoll.hub.rings import Rings
 from atoll.hub.turn import Turn
 from atoll.store.blocks import Blocks, EpochBlocks
-from atoll.store.leases import Key
+from atoll.store.leases import Key, Leases
+from atoll.store.members import Membership
 from atoll.wire.messages import (
     Beat,
     Grouped,
@@ -71,20 +72,22 @@ class Groups:
     def __init__(
         self,
         settings: GroupingSettings,
-        book: Book,
+        members: Membership,
+        leases: Leases,
+        fences: Fences,
         formation: Formation,
         desk: LinkDesk,
         rings: Rings,
         decisions: Decisions,
         turn: Turn,
     ) -> None:
-        self._book, self._members, self._leases = book, book.members, book.leases
+        self._members, self._leases, self._fences = members, leases, fences
         self._formation, self._desk, self._rings = formation, desk, rings
         self._decisions, self._turn = decisions, turn
         turn.handlers |= dict.fromkeys((JoinGroup, InGroup), self.handle)
         turn.handlers |= dict.fromkeys((LinkPlace, LinkMeasured), self.handle_links)
         self._lockstep = settings.consistency == "bsp"
-        self._placement = Placement(settings, book.members, desk, decisions)
+        self._placement = Placement(settings, members, desk, decisions)
         self._blocks = Blocks(self._leases)
         self._asked: dict[int, JoinGroup] = {}  # by rank: requests of workers that wait for their group
         self._askers: dict[int, _Asker] = {}
@@ -206,7 +209,7 @@ class Groups:
         """Decide on groups if due, and give up groups that take too long to form."""
         now = self._turn.now()
         self.pass_time(now)
-        if not self._book.begun:
+        if not self._members.begun:
             return
         if self._desk.measures:
             self._poll_links(now)
@@ -273,7 +276,7 @@ class Groups:
                 self._decisions.add("groups", who, f"{outcome.reason}; once more in {again}")
             else:
                 self._groups.pop(outcome.contributor, None)
-                self._book.fences[GLOBAL].add((outcome.contributor, outcome.life))
+                self._fences[GLOBAL].add((outcome.contributor, outcome.life))
 
     def _form(self, formed: formation.Formed) -> None:
         """Give a complete group its ring and leases, and answer its members."""
@@ -338,8 +341,8 @@ class Groups:
         placement = self._placement
         return msgspec.msgpack.encode(
             _State(
-                self._formation.state(),
-                self._blocks.state(),
+                self._formation.state,
+                self._blocks.epochs,
                 self._asked,
                 self._groups,
                 placement.paces,
@@ -356,9 +359,9 @@ class Groups:
         """Restore an encoded state."""
         del now  # deadlines refer to the hub's clock, which continues
         found = from_msgpack(state, _State)
-        self._formation.restore(found.formation)
+        self._formation.state = found.formation
         self._members.workers.not_ranks = self._formation.numbers
-        self._blocks.restore(found.blocks)
+        self._blocks.epochs = found.blocks
         self._asked, self._groups, self._reasons = found.asked, found.groups, found.reasons
         self._placement.restore(found.paces, found.wanted, found.placed, found.sites)
         self._desk.known, self._desk.hosts = found.links, found.hosts

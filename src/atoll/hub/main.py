@@ -18,7 +18,6 @@ from atoll.core.descriptors import raise_descriptor_limit
 from atoll.core.errors import UserError
 from atoll.core.events import AnyEvent, Decided, EventBus
 from atoll.core.outlet import Outlet
-from atoll.hub.book import Book
 from atoll.hub.decisions import Decisions
 from atoll.hub.journal import FILE, HubJournal
 from atoll.hub.options import HubOptions
@@ -27,6 +26,7 @@ from atoll.hub.records import Began
 from atoll.hub.service import LIMIT, Hub
 from atoll.net.endpoint import Server
 from atoll.net.keys import read_keys
+from atoll.store.members import Membership
 from atoll.store.replicas import REPLICAS
 from atoll.store.silence import FLOOR_SECONDS
 from atoll.store.workers import RANKS
@@ -118,11 +118,11 @@ def serve(
         bus.subscribe(partial(_show, shown))
         decisions = Decisions(where, bus)
         stack.callback(decisions.close)
-        book = Book(workers, patience, shards, sites, heartbeat, replicas, least_patience)
+        members = Membership(workers, patience, shards, sites, heartbeat, replicas, least_patience)
         cut = journal.cut if journal is not None else 0
         hub = Hub(
             server,
-            book,
+            members,
             decisions,
             run=run,
             keys=keys,
@@ -132,7 +132,7 @@ def serve(
             grouping=grouping,
         )
         stack.callback(hub.close)
-        if book.over and not book.members.roll.known:
+        if hub.book.over and not members.roll.known:
             raise UserError(f"{where}: the run {run!r} there is over; give another --directory")
         decisions.add(
             "hub",
@@ -150,7 +150,7 @@ def serve(
             )
         if began is not None:
             lost = f"; {cut} bytes at its end, of what nobody was answered, are cut off" if cut else ""
-            decisions.add("hub", f"goes on with {_there(book)}", f"its journal in {where} says so{lost}")
+            decisions.add("hub", f"goes on with {_there(members)}", f"its journal in {where} says so{lost}")
         if where is not None:
             _leave_address(where, server.address)
         ready(server.address)
@@ -176,12 +176,12 @@ def _new_name() -> str:
     return f"run-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
 
 
-def _there(book: Book) -> str:
+def _there(members: Membership) -> str:
     """Describe the present members in a few words."""
-    workers, shards = len(book.members.workers.live()), len(book.members.shards.live())
+    workers, shards = len(members.workers.live()), len(members.shards.live())
     words = [_count(workers, "worker"), _count(shards, "shard")]
-    if book.members.sites.workers:
-        words.append(_count(len(book.members.sites.members), "site"))
+    if members.sites.workers:
+        words.append(_count(len(members.sites.members), "site"))
     return ", ".join(words)
 
 

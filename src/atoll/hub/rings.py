@@ -120,19 +120,19 @@ class Rings:
             self._stirred[self._regroup] = None
 
     def _gather(self, now: float, asker: _Asker, rank: int, gather: Gather) -> None:
-        if self._regroup.under_way and gather.incarnation not in self._regroup.members:
-            self._answer([(asker, Gathered(group=self._regroup.group, late=True))])
+        if self._regroup.under_way and gather.incarnation not in self._regroup.state.workers:
+            self._answer([(asker, Gathered(group=self._regroup.state.group, late=True))])
             return
-        before = self._rendezvous.formed
+        before = self._rendezvous.state.formed
         self._answer(self._rendezvous.handle_gather(now, asker, rank, gather))
-        if self._rendezvous.formed != before:
+        if self._rendezvous.state.formed != before:
             ranks = self._members.workers.ranks
             members = {each: ranks[each] for each in self._rendezvous.members() if each in ranks}
-            self._regroup.handle_formed(self._rendezvous.formed, members)
+            self._regroup.handle_formed(self._rendezvous.state.formed, members)
             self._members.workers.open = True
             self._decisions.add(
                 "ring",
-                f"ring {self._rendezvous.formed} of {len(members)} workers",
+                f"ring {self._rendezvous.state.formed} of {len(members)} workers",
                 f"all are there: {_who(members)}",
             )
 
@@ -140,9 +140,9 @@ class Rings:
         regroup = self._regroup_of(reform.incarnation)
         if self._groups is not None and regroup is self._regroup:
             raise UserError(f"incarnation {reform.incarnation} is in no group, and so in no ring")
-        quiet = not regroup.broken
+        quiet = not regroup.state.broken
         self._regrouped(regroup, regroup.handle_reform(asker, reform, self._members.workers.ranks))
-        if regroup.broken and quiet:
+        if regroup.state.broken and quiet:
             self._decisions.add(
                 "ring broken", f"ring {reform.group}", f"worker {rank} lost touch with another member"
             )
@@ -185,17 +185,17 @@ class Rings:
     def _free_waiting(self, regroup: Regroup) -> None:
         """Free members that wait for a lost one, and announce the break at the turn's end, so that many
         deaths at once cost each member one message."""
-        self._answer(self._rendezvous.handle_broken(regroup.group))
+        self._answer(self._rendezvous.handle_broken(regroup.state.group))
         self._stirred[regroup] = None
 
     def _tell_stirred(self) -> None:
         """Announce this turn's changes to the members of the rings."""
         stirred, self._stirred = self._stirred, {}
         for regroup in stirred:
-            if not regroup.members or self._told.get(regroup) == _stand(regroup):
+            if not regroup.state.workers or self._told.get(regroup) == _stand(regroup):
                 continue  # already announced, when an earlier member died
             self._told[regroup] = _stand(regroup)
-            for member in regroup.members:
+            for member in regroup.state.workers:
                 self.tell(member)
 
     def tell(self, incarnation: int) -> None:
@@ -211,11 +211,11 @@ class Rings:
         regroup = self._regroup_of(incarnation)
         grouping = self._groups.grouping_of(incarnation) if self._groups is not None else 0
         links = self._groups is not None and self._groups.wants_links(incarnation)
-        if incarnation not in regroup.members:
+        if incarnation not in regroup.state.workers:
             return RingNews(group=0, grouping=grouping, links=links)
         return RingNews(
-            group=regroup.group,
-            broken=regroup.broken,
+            group=regroup.state.group,
+            broken=regroup.state.broken,
             waiting=regroup.waiting,
             grouping=grouping,
             links=links,
@@ -229,7 +229,7 @@ class Rings:
     def hear(self, incarnation: int) -> None:
         """Answer a heartbeat with the news that the member needs, over its own connection."""
         regroup = self._regroup_of(incarnation)
-        stirs = incarnation in regroup.members and (regroup.broken or regroup.waiting)
+        stirs = incarnation in regroup.state.workers and (regroup.state.broken or regroup.waiting)
         if stirs or self._groups is not None:
             self.tell(incarnation)
 
@@ -243,14 +243,14 @@ class Rings:
         """Remove a worker from its ring."""
         regroup = self._regroup_of(incarnation)
         self._of_groups.pop(incarnation, None)
-        was_member = incarnation in regroup.members
+        was_member = incarnation in regroup.state.workers
         # First form the next ring: the store's keys go with this ring's last member.
         answers = regroup.handle_left(incarnation, said_goodbye=said_goodbye, finished=finished)
         self._regrouped(regroup, answers)
         self._rendezvous.handle_left(incarnation)
-        if was_member and regroup.broken:
+        if was_member and regroup.state.broken:
             self._free_waiting(regroup)
-        if not regroup.members:
+        if not regroup.state.workers:
             self._told.pop(regroup, None)
 
     def replay(self, now: float, message: AnyMessage) -> None:
@@ -261,8 +261,8 @@ class Rings:
 
     def state(self) -> bytes:
         """Encode the state of rings as MessagePack."""
-        of_groups = [regroup.state() for regroup in self._rings_of_groups()]
-        return msgspec.msgpack.encode(_State(self._rendezvous.state(), self._regroup.state(), of_groups))
+        of_groups = [regroup.state for regroup in self._rings_of_groups()]
+        return msgspec.msgpack.encode(_State(self._rendezvous.state, self._regroup.state, of_groups))
 
     def restore(self, now: float, state: bytes) -> None:
         """Restore an encoded state."""
@@ -274,7 +274,7 @@ class Rings:
         for state_of_it in found.of_groups:
             regroup = Regroup(self._rendezvous.form, of_group=True)
             regroup.restore(state_of_it, _NOBODY)
-            self._of_groups |= dict.fromkeys(regroup.members, regroup)
+            self._of_groups |= dict.fromkeys(regroup.state.workers, regroup)
         self._members.workers.open = self._regroup.under_way
 
     def poll(self) -> None:
@@ -293,7 +293,7 @@ class Rings:
             return
         self._look_at = now + _LOOK_SECONDS
         for regroup in [self._regroup, *self._rings_of_groups()]:
-            for member in regroup.awaited if regroup.broken else ():
+            for member in regroup.awaited if regroup.state.broken else ():
                 if not regroup.awaits(member):
                     break  # the next ring has formed since the death just reported
                 if not roll.suspect(now, member):
@@ -322,4 +322,4 @@ def _who(members: Mapping[int, int]) -> str:
 
 def _stand(regroup: Regroup) -> tuple[int, bool, int]:
     """State of a ring as announced to its members."""
-    return regroup.group, regroup.broken, regroup.waiting
+    return regroup.state.group, regroup.state.broken, regroup.waiting

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from atoll.groups.formation import Formation
-from atoll.hub.book import GLOBAL, Book
+from atoll.hub.book import GLOBAL, Book, no_fences
 from atoll.hub.broken import BrokenLinks
 from atoll.hub.connections import Connections
 from atoll.hub.contributors import Contributors
@@ -35,6 +35,8 @@ from atoll.hub.turn import Turn
 from atoll.hub.votes import Votes
 from atoll.net.endpoint import Endpoint, Received, Server, poll
 from atoll.net.keys import Keys
+from atoll.store.leases import Leases
+from atoll.store.members import Membership
 from atoll.wire.messages import Hello, WireError, decode_untrusted
 
 LIMIT = 2**21  # bytes of a message: the addresses of the most shards
@@ -61,7 +63,8 @@ class Clock:
 
 
 class Hub:
-    """Serves the run of `book` at `server`: `turn` is one round of the loop, `serve` is the loop.
+    """Serves the run of `members` at `server`: `turn` is one round of the loop, `serve` is the loop. `book`
+    has all that the hub knows of the run.
 
     `run` is the run's name. With `until_done` the hub ends when all workers have left or died, after as many
     were there as the run begins with, and the shards, which it then stops, have ended. A ring of fewer
@@ -73,7 +76,7 @@ class Hub:
     def __init__(
         self,
         server: Server,
-        book: Book,
+        members: Membership,
         decisions: Decisions,
         *,
         run: str,
@@ -83,12 +86,11 @@ class Hub:
         journal: HubJournal | None = None,
         grouping: GroupingSettings | None = None,
     ) -> None:
-        self._server, self._book, self._members, self._decisions = server, book, book.members, decisions
+        self._server, self._members, self._decisions = server, members, decisions
         self._run, self._until_done = run, until_done
         # The clock continues, so that recorded deadlines stay valid.
         start = journal.records[-1].at if journal is not None and journal.records else 0.0
         turn = self._turn = Turn(Clock(2 * _LOOK_SECONDS, start=start).now)
-        members = book.members
         hearing = self._hearing = Hearing(server.address, keys, decisions, turn)
         starting = Starting(members, turn.now)
         broken = self._broken = BrokenLinks(members, server)
@@ -99,14 +101,15 @@ class Hub:
             lockstep = grouping.consistency == "bsp"
             formation = Formation(members.workers.count, members.roll.new_incarnation, lockstep=lockstep)
             desk = LinkDesk(grouping.links if by_links else 0.0, turn.keep)
-            contributors = Contributors(book, formation, desk)
-        rings = self._rings = book.rings = Rings(
+            contributors = Contributors(members, formation, desk)
+        rings = self._rings = Rings(
             members, decisions, turn, contributors, at_least=at_least, heard_until=hearing.heard_until
         )
-        groups = None
+        groups, leases, fences = None, Leases(), no_fences(members)
         if grouping is not None:
-            groups = Groups(grouping, book, formation, desk, rings, decisions, turn)
-        self._groups = book.groups = groups
+            groups = Groups(grouping, members, leases, fences, formation, desk, rings, decisions, turn)
+        self._groups = groups
+        book = self.book = Book(members, rings, groups, leases, fences)
         samples = Samples(book, connections, contributors, decisions, turn)
         logs = self._logs = Logs(keys, run, book, samples, broken, contributors, decisions)
         self._places = ShardPlaces(book, connections, logs, starting, decisions, turn)
@@ -205,8 +208,13 @@ class Hub:
         """True if `until_done` is set and all workers and shards have ended. Shards learn at their next
         heartbeat that the run is over. Sites' shards end by themselves; one that does not, is stopped like
         the others after the patience."""
-        book, members, now = self._book, self._members, self._turn.now()
-        if not self._until_done or not book.begun or len(members.workers.members) or self._door.has_waiting:
+        book, members, now = self.book, self._members, self._turn.now()
+        if (
+            not self._until_done
+            or not members.begun
+            or len(members.workers.members)
+            or self._door.has_waiting
+        ):
             self._manned = now
             return False
         shards, sites = members.shards.live(), list(members.sites.members)

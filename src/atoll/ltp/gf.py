@@ -59,12 +59,6 @@ def divide(numerator: Bytes, denominator: Bytes) -> Bytes:
     return quotient
 
 
-def multiply(a: Bytes, b: Bytes) -> Bytes:
-    """Multiply element by element, with broadcasting."""
-    product: Bytes = np.where((a == 0) | (b == 0), 0, EXP[(LOG[a] + LOG[b]) % 255]).astype(np.uint8)
-    return product
-
-
 def matmul(coefficients: Bytes, inputs: Bytes, output: Bytes, kernel: str | None = None) -> None:
     """Write coefficients (m, k) times inputs (k, L) into output (m, L), all uint8.
 

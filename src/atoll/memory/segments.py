@@ -117,15 +117,12 @@ class Segments:
     def _cut(self, present: tuple[bool, ...], settings: Settings) -> None:
         """Find the runs of slots that step alike, and give each run states of its own."""
         states = self.states
-        stepped = [here and states.portion.has(slot) for slot, here in enumerate(present)]
         signatures = [
-            states.signature(slot) if here and not states.by_tensor else None
-            for slot, here in enumerate(stepped)
+            states.signature(slot) if here and states.portion.has(slot) else None
+            for slot, here in enumerate(present)
         ]
         fused = bool(settings.get("fused"))
-        self._runs = [(slot, slot) for slot, here in enumerate(stepped) if here]
-        if not states.by_tensor:
-            self._runs = runs_alike(states.trained.chunk, signatures, states.dtype, _HOST, fused)
+        self._runs = runs_alike(states.trained.chunk, signatures, states.dtype, _HOST, fused)
         self._cut_for = self._key(present, settings)
         for first, last in self._runs:
             states.keep((first, last), states.numbers(first), states.keys(first))

@@ -148,6 +148,8 @@ class ChunkStates:
 
     def signature(self, slot: int) -> object:
         """Return a value that is equal for two slots if they can step together."""
+        if self.by_tensor:
+            return slot
         return signature(self._numbers[slot] | dict.fromkeys(self._kept[slot]), self._kept[slot])
 
     def keys(self, slot: int) -> frozenset[str]:

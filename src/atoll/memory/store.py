@@ -263,12 +263,6 @@ class PayloadStore:
             if self._cache is not None and payload.block is None:
                 self._cache.forget(key)
 
-    def prefetch(self) -> None:
-        """Begin to read what is used next, as far as that costs no more moves. Each pin and unpin does it
-        too."""
-        with self._lock:
-            self._prefetch()
-
     def step_ended(self) -> StoreStatistics:
         """End a step: its order of uses is expected of the next. Return the step's statistics."""
         with self._lock:

@@ -224,12 +224,6 @@ class Cache(Generic[K]):
         self._changed &= places.keys()
         self._look_anew()
 
-    def handle_written_back(self, chunk: K) -> None:
-        """Note that the changed content of `chunk` was saved; the chunk stays."""
-        if chunk in self._changed:
-            self._changed.remove(chunk)
-            self._count_write_back(self.statistics, chunk)
-
     def handle_step_ended(self) -> StepStatistics:
         """End the step and return its statistics. Its order is expected of the next step.
 

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ from atoll.net.seals import Opener, Sealer
 from atoll.net.udp import Address, Bytes, UdpPort
 from atoll.wire.datagrams import Flow, Kind, split_untrusted
 
+T = TypeVar("T")
 MOST_BURSTS = 16  # of a session in one turn of the link, so that the others get theirs
 MOST_WAITING_BYTES = 2**30  # of values that were not taken: beyond it data is dropped, as on a full link
 MOST_WAITING_EVENTS = 2**16  # not taken: beyond it data is dropped too, and other events are only counted
@@ -101,15 +102,22 @@ class LinkSession:
         block (`Session.send`); `reliable`: all of it arrives in the end. `values` must stay unchanged
         until the transfer's Delivered. Raises UserError for values that cannot be sent, RunError once the
         session is over."""
+        return self._do(
+            lambda: self._session.send(
+                time.monotonic(), chunk, iteration, values, high=high, reliable=reliable
+            )
+        )
+
+    def _do(self, act: Callable[[], T]) -> T:
+        """Call `act` while no other thread uses the session, and let the link send what follows. Raises
+        RunError once the session is over."""
         self._check_process()
         with self._condition:
             self._check()
-            transfer = self._session.send(
-                time.monotonic(), chunk, iteration, values, high=high, reliable=reliable
-            )
+            result = act()
             self.deadline = -math.inf
         self._wake()
-        return transfer
+        return result
 
     def events(self, timeout: float) -> list[Event]:
         """Return the events since the last call, in order, waiting up to `timeout` seconds for one; empty
@@ -152,30 +160,15 @@ class LinkSession:
 
     def change_keys(self) -> None:
         """Seal the next datagrams with new keys."""
-        self._check_process()
-        with self._condition:
-            self._check()
-            self._session.change_keys()
-            self.deadline = -math.inf
-        self._wake()
+        self._do(self._session.change_keys)
 
     def ask(self, size: int) -> None:
         """Ask the other end for a share of its link, for so many bytes; it gets the event Asked."""
-        self._check_process()
-        with self._condition:
-            self._check()
-            self._session.ask(size)
-            self.deadline = -math.inf
-        self._wake()
+        self._do(lambda: self._session.ask(size))
 
     def grant(self, rate: float, seconds: float) -> None:
         """Give the other end so many bytes per second of this end's link, for so long: it sends no more."""
-        self._check_process()
-        with self._condition:
-            self._check()
-            self._session.grant(rate, seconds)
-            self.deadline = -math.inf
-        self._wake()
+        self._do(lambda: self._session.grant(rate, seconds))
 
     def close(self, reason: str = "closed by the application") -> None:
         """End the session, and tell the other end why. Closing twice does no harm."""

@@ -327,12 +327,7 @@ class Recorder:
         if isinstance(event, StepDone):
             self._iteration, self._furthest = event.iteration, max(self._furthest, event.iteration)
             self._rates.setdefault(event.worker, _Rates()).add(event)
-            totals.steps += 1
-            totals.samples += event.samples
-            totals.seconds += event.seconds
-            totals.waiting += event.waiting
-            totals.bytes_sent += event.bytes_sent
-            totals.exchange += event.exchange
+            _add(totals, event, 1)
         elif isinstance(event, Started):
             self._started.add(event.worker)
             self._strategy, self._groups, totals.device = event.strategy, event.groups, event.device
@@ -341,24 +336,15 @@ class Recorder:
         elif isinstance(event, Expected):
             self._expected = event.steps
         elif isinstance(event, Lost):
-            self._add_lost(event, totals)
+            _add(totals, event, event.steps)  # whose own events could not be written
+            before = self._lost.get(event.worker, Lost(time=event.time, worker=event.worker))
+            self._lost[event.worker] = msgspec.structs.replace(
+                before, events=before.events + event.events, printed=before.printed + event.printed
+            )
         elif isinstance(event, (Finished, Failed)):
             self._merger.end(event.worker)
             if isinstance(event, Failed):
                 self.failures.append(event)
-
-    def _add_lost(self, event: Lost, totals: WorkerTotals) -> None:
-        """Add the sums of steps whose own events could not be written."""
-        totals.steps += event.steps
-        totals.samples += event.samples
-        totals.seconds += event.seconds
-        totals.waiting += event.waiting
-        totals.bytes_sent += event.bytes_sent
-        totals.exchange += event.exchange
-        before = self._lost.get(event.worker, Lost(time=event.time, worker=event.worker))
-        self._lost[event.worker] = msgspec.structs.replace(
-            before, events=before.events + event.events, printed=before.printed + event.printed
-        )
 
     def _keep(self, event: AnyEvent) -> bool:
         """Keep the event for the summary, once; a decision that every worker reports is one event."""
@@ -438,3 +424,13 @@ def _plain(event: AnyEvent) -> dict[str, Any]:
     plain: dict[str, Any] = msgspec.to_builtins(event)
     # A path in the event may not be UTF-8, which JSON requires.
     return {key: encoded(value).decode() if isinstance(value, str) else value for key, value in plain.items()}
+
+
+def _add(totals: WorkerTotals, event: StepDone | Lost, steps: int) -> None:
+    """Add an event of `steps` steps to a worker's totals."""
+    totals.steps += steps
+    totals.samples += event.samples
+    totals.seconds += event.seconds
+    totals.waiting += event.waiting
+    totals.bytes_sent += event.bytes_sent
+    totals.exchange += event.exchange

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from atoll.server.common import Common
 from atoll.server.door import Door
 from atoll.server.inbox import Inbox
-from atoll.server.stepper import LogExecutor
+from atoll.server.logexecutor import LogExecutor
 from atoll.store.entries import Fenced
 
 
@@ -15,10 +15,11 @@ class Applier:
     """Passes log entries in order to the `stepper`. A replaying shard calls `meanwhile` between two chunks
     instead of answering peers."""
 
-    def __init__(self, common: Common, stepper: LogExecutor, door: Door, inbox: Inbox) -> None:
+    def __init__(
+        self, common: Common, stepper: LogExecutor, door: Door, inbox: Inbox, meanwhile: Callable[[], None]
+    ) -> None:
         self._lines, self._kept, self._peers = common.lines, common.kept, common.peers
-        self._stepper, self._door, self._inbox = stepper, door, inbox
-        self.meanwhile: Callable[[], None] = lambda: None
+        self._stepper, self._door, self._inbox, self._meanwhile = stepper, door, inbox, meanwhile
 
     def apply(self) -> None:
         """Apply all entries that are ready."""
@@ -31,7 +32,7 @@ class Applier:
         """Serve urgent messages and ready pulls between two chunks, or while a site waits for the global
         shards."""
         if self._kept.replaying:
-            self.meanwhile()
+            self._meanwhile()
             return
         for asked in self._inbox.take_in(self._stepper):
             self._stepper.join(asked)

@@ -19,6 +19,7 @@ class Door:
         self._index, self._run, self._site = common.index, common.run, common.site
         self._server, self._peers, self._kept = common.server, common.peers, common.kept
         self._log, self._training, self._tell = common.log, common.training, common.tell
+        self._comes_back = self._kept.comes_back  # as announced
         self._strangers = 0
         self._warned: set[tuple[int, int]] = set()  # workers whose first refusal was reported
         self._port_told: set[str] = set()  # kinds of reports on the port
@@ -111,25 +112,14 @@ class Door:
 
     # -- whether the shard comes back ---------------------------------------------------------------------
 
-    def tell_of_journal(self) -> None:
-        """Warn people if the journal broke, and announce to all peers that this shard may not come back any
-        more."""
-        if line := self._kept.take_trouble():
-            self._tell.people(line)
-            self.tell_comes_back()
-
-    def journal_is_whole(self) -> None:
-        """Note that a complete snapshot and all later journal records exist, so peers may again wait for this
-        shard."""
-        kept = self._kept
-        if not kept.is_on_disk:
-            kept.is_on_disk = True
-            self.tell_comes_back()
-            if kept.journal is not None and not kept.journal.required:
-                self._tell.people(f"{self._tell.name}: its journal is written again")
-
     def tell_comes_back(self) -> None:
-        """Announce to workers and shards whether this shard may come back after a loss."""
-        welcome = messages.Welcome(run=self._run, shard=self._index, comes_back=self._kept.comes_back)
-        for peer in [*self._peers.workers(), *self._peers.shards()]:
-            self._peers.send(peer, welcome)
+        """Tell people of the journal's trouble, and announce to workers and shards whether this shard may
+        come back after a loss, if that has changed."""
+        for line in self._kept.take_news():
+            self._tell.people(line)
+        comes_back = self._kept.comes_back
+        if comes_back != self._comes_back:
+            self._comes_back = comes_back
+            welcome = messages.Welcome(run=self._run, shard=self._index, comes_back=comes_back)
+            for peer in [*self._peers.workers(), *self._peers.shards()]:
+                self._peers.send(peer, welcome)

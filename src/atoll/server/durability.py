@@ -62,7 +62,7 @@ class Durability:
         snapshots: Snapshots | None,
     ) -> None:
         self.journal, self.mirror, self.snapshots = journal, mirror, snapshots
-        self._trouble = ""  # why the journal broke, until `take_trouble`
+        self._news: list[str] = []  # about the journal, until `take_news`
         self.replaying = False  # messages come from records; nothing is recorded or answered
         self.is_on_disk = True  # the shard can be restored from its journal, if it has one
         self.wants_snapshot = False
@@ -79,10 +79,10 @@ class Durability:
         """True if a standby holds everything that was acknowledged."""
         return self.mirror is not None and self.mirror.gated
 
-    def take_trouble(self) -> str:
-        """Return once why the journal broke; empty otherwise."""
-        trouble, self._trouble = self._trouble, ""
-        return trouble
+    def take_news(self) -> list[str]:
+        """Return lines for people, once each: why the journal broke, and that it is written again."""
+        news, self._news = self._news, []
+        return news
 
     # -- records, and actions that wait for them ---------------------------------------------------------
 
@@ -136,7 +136,7 @@ class Durability:
             self.journal.release()
             if self.journal.is_broken and self.is_on_disk:
                 self.is_on_disk, self.wants_snapshot = False, True
-                self._trouble = self.journal.trouble
+                self._news.append(self.journal.trouble)
         if self.mirror is not None:
             self.mirror.release()
 
@@ -201,9 +201,22 @@ class Durability:
         journal = self.journal
         large = journal is not None and journal.size > max(_SMALL_JOURNAL, _LARGE_JOURNAL * model.held_bytes)
         wanted = large or self.wants_snapshot
-        self.snapshots.poll(
+        complete = self.snapshots.poll(
             time.monotonic(), model.own, model.state.versions, lambda: self._begin_snapshot(source), wanted
         )
+        if complete is not None and journal is not None:
+            self._drop_older(journal, complete)
+
+    def _drop_older(self, journal: Journal, snapshot: Heading) -> None:
+        """Drop the journal segments that a complete snapshot replaces."""
+        if journal.is_broken or snapshot.journal not in journal.folder.segments():
+            return  # the journal broke meanwhile
+        if not self.is_on_disk:
+            self.is_on_disk = True
+            if not journal.required:
+                self._news.append(f"{journal.owner}: its journal is written again")
+        journal.folder.incomplete.unlink(missing_ok=True)
+        journal.drop_before(snapshot.journal)
 
     def _begin_snapshot(self, source: DurableShard) -> Heading:
         """Begin a journal segment that starts from this moment's state; returns the snapshot's heading."""

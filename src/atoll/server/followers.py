@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 
 from atoll.server.peers import Peers
-from atoll.store.entries import Entry, encode_entry
+from atoll.store.entries import AnyEntry, encode_entry
 from atoll.store.log import CommitLog
 from atoll.wire import messages
 from atoll.wire.messages import Count
@@ -78,13 +78,13 @@ class Followers:
             self._send_line(shard, index, entry)
         return ""
 
-    def send(self, index: int, entry: Entry) -> None:
+    def send(self, index: int, entry: AnyEntry) -> None:
         """Send a new entry to all followers of this generation."""
         for shard, generation in self._state.follows.items():
             if generation == self._state.generation:
                 self._send_line(shard, index, entry)
 
-    def _send_line(self, shard: int, index: int, entry: Entry) -> None:
+    def _send_line(self, shard: int, index: int, entry: AnyEntry) -> None:
         sequence = sequence_of(self._state.generation, index)
         line = messages.Entry(sequence=sequence, entry=msgspec.Raw(encode_entry(entry)))
         self._peers.send(self._peers.shard(shard), line)

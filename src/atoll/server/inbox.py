@@ -11,7 +11,7 @@ from atoll.net.endpoint import Received
 from atoll.server.common import Common
 from atoll.server.door import Door
 from atoll.server.heard import Handler, Heard
-from atoll.server.stepper import LogExecutor
+from atoll.server.logexecutor import LogExecutor
 from atoll.store.pulls import PullRequest
 from atoll.wire import messages
 from atoll.wire.lost import ZERO

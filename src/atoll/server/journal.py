@@ -5,6 +5,7 @@
     FOLDER/journal-000001.bin         begins with the state at some moment; a snapshot names a segment
     FOLDER/spare.bin                  a retired segment, to be overwritten
     FOLDER/lock                       locked while a shard uses the folder
+    FOLDER/standby                    of a standby that does not hold the whole shard yet
 
 Outgoing messages wait until the records that they depend on are written (`when_written`). The journal's own
 thread writes chunks, so that the shard meanwhile takes the next messages. Waking that thread costs more than
@@ -22,7 +23,6 @@ import os
 import queue
 import secrets
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -50,7 +50,7 @@ Payload: TypeAlias = Any
 Item: TypeAlias = tuple[Record, Payload]
 Pending: TypeAlias = tuple[int, bytes, Payload]  # stamp, header, payload
 
-_IDENTITY, _LOCK, _SPARE = "shard.json", "lock", "spare.bin"
+_IDENTITY, _LOCK, _SPARE, _INCOMPLETE = "shard.json", "lock", "spare.bin", "standby"
 _HUBS = "hub.journal"  # in a hub's directory
 _BACKLOG = 2**28  # unwritten bytes beyond which the shard takes no more messages
 _SMALL = 2**18  # bytes of pending records that the shard's thread writes itself
@@ -148,6 +148,12 @@ class Folder:
         """Path of the spare segment. Overwriting its allocated pages is cheaper than allocating new ones."""
         return self.path / _SPARE
 
+    @property
+    def incomplete(self) -> Path:
+        """Path of a file that is there while the folder does not hold the whole shard: no shard can start
+        from it."""
+        return self.path / _INCOMPLETE
+
     def retire_before(self, number: int, first: int = 0) -> None:
         """Retire the segments below `number`. The largest becomes the spare. Segments below `first` are only
         unlinked: payloads read from them may still be in use, in place."""
@@ -235,8 +241,10 @@ class Journal:
         self._written = 0  # records that are durable
         self._file: LogFile | None = None  # the segment
         self._count = 0  # records written
-        self._items: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # Jobs, each with the number of repairs before it.
+        self._items: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
         self._given, self._done = 0, 0  # jobs
+        self._mended = 0  # repairs of a broken journal
         self._thread = threading.Thread(target=self._work, name="atoll-journal", daemon=True)
         self._thread.start()
 
@@ -253,6 +261,11 @@ class Journal:
     def is_broken(self) -> bool:
         """True if nothing is written, and the shard cannot be restored from this journal."""
         return bool(self._error) and not self.required
+
+    @property
+    def owner(self) -> str:
+        """The shard, for people."""
+        return _who(self.folder.identity.shard, self.folder.identity.site)
 
     @property
     def trouble(self) -> str:
@@ -342,18 +355,18 @@ class Journal:
         self._waiting.release(None)
 
     def _mend(self) -> None:
-        """Leave the broken state for a new segment: drain the thread's jobs and count earlier records as
-        written."""
-        until = time.monotonic() + _WAIT_SECONDS
-        while self._done < self._given:  # the thread skips remaining jobs, which takes no time
-            if time.monotonic() > until:
-                raise JournalError(f"{self.folder.path}: the journal's thread stands still")
-            time.sleep(0.001)
+        """Leave the broken state for a new segment. The thread skips the jobs from before."""
         self._let_go()
-        self._written = self._count = self.appended
-        self._bytes_written = self._bytes_appended
         self.size = max(1, self.size)  # a snapshot may refer to this number
+        self._mended += 1
         self._error = ""
+        records, size = self.appended, self._bytes_appended
+        self._give(lambda: self._count_as_written(records, size))
+
+    def _count_as_written(self, records: int, size: int) -> None:
+        """Count all records from before the journal was mended, which nobody waits for any more."""
+        self._count, self._bytes_written = records, size
+        self._tell()
 
     def close(self) -> None:
         """Write pending records and end the thread."""
@@ -377,7 +390,7 @@ class Journal:
 
     def _give(self, job: Callable[[], None]) -> None:
         self._given += 1
-        self._items.put(job)
+        self._items.put((self._mended, job))
 
     def _write_here(self) -> None:
         """Write pending records on the shard's thread, while the journal's thread is idle."""
@@ -396,10 +409,10 @@ class Journal:
 
     def _work(self) -> None:
         """Body of the journal's thread."""
-        while (job := self._items.get()) is not None:
-            written = self._written
+        while (item := self._items.get()) is not None:
+            written, (mended, job) = self._written, item
             try:
-                if not self._error:
+                if not self._error and mended == self._mended:  # in this order: see `_mend`
                     job()
                     if not self._sync or self._items.empty():  # one sync for all queued jobs
                         self._publish()
@@ -416,8 +429,8 @@ class Journal:
         self._written = self._count
 
     def _fail(self, error: OSError) -> None:
-        path, identity = self.folder.segment(self.number), self.folder.identity
-        said = f"{_who(identity.shard, identity.site)} cannot write its journal {path}: {error.strerror}; "
+        path = self.folder.segment(self.number)
+        said = f"{self.owner} cannot write its journal {path}: {error.strerror}; "
         if not self.required:
             try:
                 self._forsake()

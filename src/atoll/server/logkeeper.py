@@ -16,14 +16,14 @@ from atoll.server.entrance import Above, Entrance, Life, Want
 from atoll.server.followers import KEPT, Followers, sequence_of
 from atoll.server.peers import Peers
 from atoll.server.records import StatePayload
-from atoll.store.entries import Entry
+from atoll.store.entries import AnyEntry
 from atoll.store.log import CommitLog
 from atoll.store.outcomes import Meeting, Outcome
 from atoll.store.waits import deadlock
 from atoll.wire import messages
 from atoll.wire.messages import Count, Setup
 
-Outgoing: TypeAlias = Callable[[int, Entry], None]  # (sequence, entry): for this shard itself
+Outgoing: TypeAlias = Callable[[int, AnyEntry], None]  # (sequence, entry): for this shard itself
 IN_FLIGHT = 2  # iterations of one worker that may be pushed and not yet in the log
 _LONGEST_LINE = 4000  # characters of a mismatch's line
 MEETING, LAST_MEETING = (

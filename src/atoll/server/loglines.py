@@ -15,7 +15,7 @@ from atoll.server.durability import Durability
 from atoll.server.followers import sequence_of
 from atoll.server.links import HubLink, LogLink
 from atoll.server.training import Training
-from atoll.store.entries import Entry, Fenced, StepWithMean, decode_entry_untrusted
+from atoll.store.entries import AnyEntry, Fenced, StepWithMean, decode_entry_untrusted
 from atoll.store.outcomes import StoreError
 from atoll.wire import messages
 from atoll.wire.messages import Hello
@@ -44,7 +44,7 @@ class LogLines:
         self._kept, self._training = kept, training
         self.generation = 0  # number of Setups that took effect
         self.next_entry = 0  # index of the next entry to apply, in this generation
-        self._entries: deque[tuple[int, Entry]] = deque()  # sequence; not applied yet
+        self._entries: deque[tuple[int, AnyEntry]] = deque()  # sequence; not applied yet
         self._link: LogLink | None = None
         self._asked_where = 0.0  # when the hub was last asked for shard 0's address; monotonic
         self._asked_line = (-1, 0.0)  # the missing entry requested last, and when; monotonic
@@ -72,13 +72,13 @@ class LogLines:
         """The sequence number expected next."""
         return sequence_of(self.generation, self.next_entry + len(self._entries))
 
-    def queue(self, sequence: int, entry: Entry) -> None:
+    def queue(self, sequence: int, entry: AnyEntry) -> None:
         """Queue the log's next entry. Raises StoreError if an entry is missing before it."""
         if sequence != self._next_line:
             raise StoreError(f"a line of the log is missing: {sequence} came, {self._next_line} is the next")
         self._entries.append((sequence, entry))
 
-    def take_next(self) -> Entry | None:
+    def take_next(self) -> AnyEntry | None:
         """Return the entry to apply now; None if there is none, or it must wait."""
         if not self._entries or self.is_held:
             return None

@@ -25,8 +25,9 @@ from atoll.server.options import ServerOptions
 from atoll.server.recovery import find, find_site, first_segment
 from atoll.server.shard import Shard
 from atoll.server.site import SiteShard
-from atoll.server.snapshot import Heading, Snapshots
-from atoll.server.standby import MARK, Standby
+from atoll.server.snapshot import Snapshots
+from atoll.server.standby import Standby
+from atoll.server.telling import Teller
 from atoll.tensors.shardoptimizer import warm_up
 
 LARGEST_FRAME = 2**31 - 1  # bytes
@@ -71,15 +72,9 @@ def serve(
             )
             kept_in = Folder(Path(folder), run, index)
             stack.callback(kept_in.close)
-            if (kept_in.path / MARK).exists():  # left by a standby whose copy was incomplete
+            if kept_in.incomplete.exists():  # left by a standby whose copy was incomplete
                 kept_in.clear()
             found = find(kept_in)
-            journal = Journal(
-                kept_in,
-                found.next_segment if found is not None else first_segment(kept_in),
-                sync=options.sync,
-                required=options.journal == "required",
-            )
             emit = stack.enter_context(Events(Path(folder) / _JOURNAL))
         name = f"shard {index}"
         server = stack.enter_context(_door(options, keys, name))
@@ -97,14 +92,20 @@ def serve(
             token=identity.token if identity is not None else "",
         )
         stack.callback(hub.close)
-        if journal is not None and hub.welcome.replicas > 1:
-            journal.required = True  # the other process has the whole state, and goes on alone
+        mirrored = hub.welcome.replicas > 1
         if kept_in is not None:
             kept_in.remember(incarnation=hub.welcome.incarnation)
+            journal = Journal(
+                kept_in,
+                found.next_segment if found is not None else first_segment(kept_in),
+                sync=options.sync,
+                # Of two processes the other one has the whole state, and goes on alone.
+                required=mirrored or options.journal == "required",
+            )
+        tell = partial(Teller(name, emit).decide, name)
 
-        def make() -> Shard:
-            mirror = Mirror(index, run, keys, hub, journal) if hub.welcome.replicas > 1 else None
-            made = Shard(
+        def make(meanwhile: Callable[[], None] = lambda: None) -> Shard:
+            return Shard(
                 index,
                 server,
                 run=run,
@@ -116,27 +117,16 @@ def serve(
                 fused=options.fused,
                 snapshots=snapshots,
                 journal=journal,
-                mirror=mirror,
+                mirror=Mirror(index, run, keys, hub, journal, tell) if mirrored else None,
                 emit=emit,
+                meanwhile=meanwhile,
             )
-            if snapshots is not None and journal is not None:
-                snapshots.taken = partial(_drop_older, made, journal)
-            return made
 
         until: Callable[[], bool] = lambda: stopped.is_set() or hub.over  # noqa: E731
         shard = None
         if hub.duty is not None and not hub.duty.primary:
             found = None  # a standby takes its primary's state, not this folder's; unmap the files
-            standby = Standby(
-                index,
-                run,
-                server,
-                hub,
-                make,
-                journal=journal,
-                folder=kept_in.path if kept_in is not None else None,
-                snapshots=snapshots,
-            )
+            standby = Standby(index, run, server, hub, make, journal=journal, snapshots=snapshots)
             stack.callback(lambda: standby.shard.close())
             ready(own)
             goes_on(f"{name} is the standby: it takes its primary's state, and serves nobody yet")
@@ -171,15 +161,6 @@ def _remember_end(kept_in: Folder, journal: Journal | None) -> None:
     except JournalError:
         if journal is None or journal.required:
             raise
-
-
-def _drop_older(shard: Shard, journal: Journal, heading: Heading) -> None:
-    """Drop the journal segments that a finished snapshot replaces."""
-    if journal.is_broken or heading.journal not in journal.folder.segments():
-        return  # the journal broke meanwhile
-    shard.door.journal_is_whole()
-    (journal.folder.path / MARK).unlink(missing_ok=True)
-    journal.drop_before(heading.journal)
 
 
 def serve_site(

@@ -28,7 +28,7 @@ from atoll.server.links import HubLink
 from atoll.server.model import Model
 from atoll.server.payloads import payload_of
 from atoll.server.records import HandledMessage, Record, encode_header
-from atoll.server.recovery import Parts, ShardImage, encode_image
+from atoll.server.recovery import ImageParts, ShardImage, encode_image
 from atoll.tensors.wholechunk import WholeChunk
 from atoll.wire.messages import (
     VERSION,
@@ -66,7 +66,7 @@ class MirroredShard(Protocol):
     def is_between_lines(self) -> bool:
         """True if no log entry waits to be applied."""
 
-    def image(self) -> tuple[ShardImage, Parts]: ...
+    def image(self) -> tuple[ShardImage, ImageParts]: ...
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,7 @@ class _Sent:
 class Mirror:
     """Replicates shard `index` to the standby that the hub names. All calls come from the shard's thread.
 
-    `changed` is called when an in-sync standby is gained or lost; `tell(choice, reason)` takes messages for
-    people.
+    `tell(choice, reason)` takes messages for people.
     """
 
     def __init__(
@@ -91,12 +90,10 @@ class Mirror:
         keys: Keys | None,
         hub: HubLink,
         journal: Journal | None,
-        *,
-        changed: Callable[[], None] = lambda: None,
         tell: Callable[[str, str], None] = lambda _choice, _reason: None,
     ) -> None:
         self.index, self._run, self._keys, self._hub, self._journal = index, run, keys, hub, journal
-        self.changed, self.tell = changed, tell
+        self._tell = tell
         self.client: Client | None = None  # to the standby
         self.gated = False
         self._place = (0, "", 0)  # the standby's incarnation and address, and our own incarnation
@@ -212,8 +209,7 @@ class Mirror:
             if self.gated:
                 self.gated = False
                 self.release()
-                self.tell("goes on without a standby", "the hub says that it is gone")
-                self.changed()
+                self._tell("goes on without a standby", "the hub says that it is gone")
         self._connect()
 
     def _forget_stream(self) -> None:
@@ -310,7 +306,6 @@ class Mirror:
             self._copied = self._number
         elif not self.gated and self._acked >= self._copied:
             self.gated, self._gate = True, self._number
-            self.changed()
 
     def _begin(self, source: MirroredShard) -> None:
         model = source.model

@@ -21,7 +21,7 @@ from atoll.server.model import CONTRIBUTION, HELD, MEAN, ModelState
 from atoll.server.records import Begun, HandledMessage, Record, StatePayload
 from atoll.server.snapshot import Heading, whole_snapshots
 
-Parts: TypeAlias = list[tuple[StatePayload, Payload]]
+ImageParts: TypeAlias = list[tuple[StatePayload, Payload]]
 KeptParts: TypeAlias = dict[str, dict[int, memoryview]]  # payloads by kind and key
 
 

@@ -11,7 +11,7 @@ from atoll.server.heard import Handler, Heard
 from atoll.server.logkeeper import LAST_MEETING, MEETING
 from atoll.server.model import Model
 from atoll.server.records import HandledMessage
-from atoll.server.recovery import FolderContents, KeptParts, Parts, ShardImage
+from atoll.server.recovery import FolderContents, ImageParts, KeptParts, ShardImage
 from atoll.server.setups import SetUps
 from atoll.server.snapshot import Heading, restore
 from atoll.store.entries import decode_entry_untrusted
@@ -40,7 +40,7 @@ class Revival:
         """True if no log entry waits to be applied."""
         return self._lines.is_empty
 
-    def image(self) -> tuple[ShardImage, Parts]:
+    def image(self) -> tuple[ShardImage, ImageParts]:
         """Return the shard's state between two messages, except for a snapshot's contents. The image shares
         live objects: encode it at once."""
         log, setups = self._log, self._setups

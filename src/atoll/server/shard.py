@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 
 from atoll.core.errors import GivenUpError
 from atoll.core.events import AnyEvent
@@ -26,6 +25,7 @@ from atoll.server.inbox import IN_BOX, Inbox
 from atoll.server.journal import Journal, JournalError
 from atoll.server.links import HubLink, earliest
 from atoll.server.logdesk import LogDesk, elsewhere
+from atoll.server.logexecutor import LogExecutor
 from atoll.server.logkeeper import LogKeeper
 from atoll.server.loglines import LogLines
 from atoll.server.mirror import Mirror
@@ -34,7 +34,6 @@ from atoll.server.peers import Peers
 from atoll.server.revival import Revival
 from atoll.server.setups import SetUps
 from atoll.server.snapshot import Snapshots
-from atoll.server.stepper import LogExecutor
 from atoll.server.telling import Teller
 from atoll.server.training import Training
 from atoll.wire import messages
@@ -54,7 +53,8 @@ class Shard:
     may be loaded beside Atoll's own, and `fused` as in ShardOptimizer. `emit` takes core's events, of worker
     -1. With a `journal` no message leaves before the records that it depends on are written, and `revival`
     continues from a killed shard's state. With a `mirror` the standby must have them too. `server/standby.py`
-    drives a standby's own shard until it `serves`. With `site`, the shard is that site's.
+    drives a standby's own shard until it `serves`; the shard calls `meanwhile` then between two chunks of a
+    step. With `site`, the shard is that site's.
     """
 
     in_box = IN_BOX
@@ -78,6 +78,7 @@ class Shard:
         mirror: Mirror | None = None,
         site: str = "",
         emit: Callable[[AnyEvent], None] = lambda _event: None,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
         self.index, self._server, self._hub = index, server, hub
         self._configured, self._codec, self._fused = configured, codec, fused
@@ -105,13 +106,8 @@ class Shard:
             **self._more_handlers(),
         }
         self._inbox = Inbox(common, self.door, handlers, self.in_box, self.at_once)
-        self.applier = Applier(common, stepper, self.door, self._inbox)
+        self.applier = Applier(common, stepper, self.door, self._inbox, meanwhile)
         self.revival = Revival(common, setups, self._again(handlers), self.applier.apply)
-        if mirror is not None:
-            mirror.changed, mirror.tell = (
-                self.door.tell_comes_back,
-                partial(self._tell.decide, self._tell.name),
-            )
         if index and log_address:
             self._lines.follow_at(log_address)
 
@@ -196,7 +192,7 @@ class Shard:
         self._see_to_links()
         self.applier.apply()
         kept.release()
-        self.door.tell_of_journal()
+        self.door.tell_comes_back()
         self._peers.flush()
         self.rest()
 

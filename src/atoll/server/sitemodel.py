@@ -135,7 +135,7 @@ class SiteModel(Model):
         self.feedback = Feedback(
             self.optimizer.layout.trainable, self._shard_of, link or LinkOptions(), self.coding
         )
-        self._up = Uplink(place.incarnation, self._shard_of, self.feedback, stand, upstream)
+        self._up = Uplink(place.incarnation, self._shard_of, self.feedback, stand)
         self.clock = setup.steps  # iterations of the site that count globally
         self._lacking: set[int] = set()  # chunks whose answers are missing
         self._consumed = setup.consumed  # samples of all sites, as the global shards report
@@ -192,7 +192,7 @@ class SiteModel(Model):
 
     def go_on(self, upstream: ShardLink) -> None:
         """Finish the work in progress at the end of a replayed journal, and fetch the values."""
-        self._above = self._up.link = upstream
+        self._above = upstream
         due, self._due = self._due, []
         for passing in due:
             passing(upstream)
@@ -209,7 +209,7 @@ class SiteModel(Model):
     def describe(self) -> None:
         """Describe the model to the global shards; a worker of this site then brings the values."""
         setup = msgspec.structs.replace(self.between, workers=len(self._place.names), number=self._number)
-        self._pass(lambda _: self._up.describe(setup, self._shards), begins=False)
+        self._pass(lambda upstream: self._up.describe(upstream, setup, self._shards), begins=False)
 
     def set_chunk(self, message: messages.SetChunk, payload: memoryview | None) -> str:
         """Send up a chunk's values or one of its optimizer states."""
@@ -277,9 +277,9 @@ class SiteModel(Model):
     ) -> None:
         """Under bsp: send up the site's mean and wait for the mean over all sites."""
         for chunk in self.chunks:
-            self._up.push(chunk, *mean(chunk), action.weight, self.clock, CONTRIBUTION)
+            self._up.push(self._upstream, chunk, *mean(chunk), action.weight, self.clock, CONTRIBUTION)
         counted = action.weight, action.samples, action.basis, action.alike
-        self._up.commit(counted, [], used, self.clock, CONTRIBUTION)
+        self._up.commit(self._upstream, counted, [], used, self.clock, CONTRIBUTION)
         self._await_mean(action.iteration, done)
 
     def _await_mean(self, iteration: int, done: Done) -> None:
@@ -330,24 +330,32 @@ class SiteModel(Model):
             chunk: (self._payloads.held[handle], present)
             for chunk, (handle, present) in action.edited.items()
         }
-        word: Callable[[], None]
+        word: Passing
         if self.between.consistency == "bsp":
             # If no worker here made this step, the other sites decide; as a rule they accept it.
             self._settle_losses(action.accepted or action.nobody)
-            word = partial(self._up.say_step, action, edits, clock)
+            word = partial(self._up.say_step, action=action, edits=edits, clock=clock)
         else:
             assert mean is not None
             # Without a step by any worker the samples count nowhere: they are dealt again once the site ends.
             used = self._used()
             settings, used = self.optimizer.hyperparameters, [] if action.nobody else used
             self._settle_losses()  # while a journal is replayed: the earlier contribution is over
-            word = partial(self._contribute, action, mean, edits, settings, used, clock)
+            word = partial(
+                self._contribute,
+                action=action,
+                mean=mean,
+                edits=edits,
+                settings=settings,
+                used=used,
+                clock=clock,
+            )
             if self._above is None and self.feedback.loses:
                 for chunk, values, present in self._made_of(action, mean, edits):
                     self._up.outgoing(chunk, values, present, _weight(action, mean), clock)
 
-        def passing(_upstream: ShardLink) -> None:
-            word()
+        def passing(upstream: ShardLink) -> None:
+            word(upstream)
             self._fetch(clock + 1, told)
             if self.between.consistency != "bsp":
                 self._settle_losses()
@@ -357,6 +365,7 @@ class SiteModel(Model):
 
     def _contribute(
         self,
+        upstream: ShardLink,
         action: StepChunks,
         mean: MeanOf,
         edits: Edits,
@@ -367,8 +376,8 @@ class SiteModel(Model):
         """Under ssp and asp: send up the gradients of the site's step as one contribution."""
         weight = _weight(action, mean)
         for chunk, values, present in self._made_of(action, mean, edits):
-            self._up.push(chunk, values, present, weight, clock, STEP)
-        self._up.commit((weight, mean.samples, mean.basis, mean.alike), settings, used, clock, STEP)
+            self._up.push(upstream, chunk, values, present, weight, clock, STEP)
+        self._up.commit(upstream, (weight, mean.samples, mean.basis, mean.alike), settings, used, clock, STEP)
 
     def _made_of(self, action: StepChunks, mean: MeanOf, edits: Edits) -> Iterator[tuple[int, Tensor, bytes]]:
         """Yield the gradients of the site's step: chunk, gradients, presence."""

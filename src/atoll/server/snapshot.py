@@ -94,7 +94,6 @@ class Snapshots:
         self._has_failed = False
         self.may_end = threading.Event()  # until set, a finished snapshot is not renamed
         self.may_end.set()
-        self.taken: Callable[[Heading], None] = lambda _heading: None  # called with each complete snapshot
         _refuse_others(folder, run, shard)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -110,18 +109,20 @@ class Snapshots:
         versions: Mapping[int, int],
         heading: Callable[[], Heading],
         wanted: bool = False,
-    ) -> None:
-        """Do the next bit of work, if any is due, between two messages, at the monotonic time `now`.
+    ) -> Heading | None:
+        """Do the next bit of work, if any is due, between two messages, at the monotonic time `now`. Returns
+        the heading of a snapshot that is complete since the last call.
 
         `wanted`: start one at once, unless the latest failed; then the next starts at its usual time.
         """
         if self._taking is not None:
             self._taking.copy_one()
-            self._finish(now)
-        elif self._due is None:
+            return self._finish(now)
+        if self._due is None:
             self._due = now + self._seconds
         elif now >= self._due or (wanted and not self._has_failed):
             self.take(optimizer, versions, heading())
+        return None
 
     def take(
         self,
@@ -158,16 +159,15 @@ class Snapshots:
         """Drop the snapshot in progress; the latest complete one stays."""
         self.abandon()
 
-    def _finish(self, now: float) -> None:
+    def _finish(self, now: float) -> Heading | None:
         taking = self._taking
         if taking is None or not taking.over.is_set():
-            return
+            return None
         self._has_failed = bool(taking.error)
         if taking.error:
             self._failed(f"no snapshot of shard {self._shard} could be written: {taking.error}")
-        else:
-            self.taken(taking.heading)
         self._taking, self._due = None, now + self._seconds
+        return None if taking.error else taking.heading
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ It listens on its future address and takes data from its primary alone. Records 
 journal, if it has a directory, and acknowledged; then they are handled as in a journal's replay. On promotion
 it only handles the records that it has acknowledged and not handled yet.
 
-Its directory holds the whole shard once the first snapshot is written. Until then the file `standby` marks
-the directory as unusable for a restart.
+Its directory holds the whole shard once the first snapshot is written. Until then it is marked as unusable
+for a restart (`server/journal.py`: `Folder.incomplete`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import GivenUpError, RunError
@@ -45,7 +44,6 @@ from atoll.wire.messages import (
     encode,
 )
 
-MARK = "standby"  # file in a directory that does not hold the whole shard yet
 MOST_PENDING = 2**28  # bytes taken and not handled, beyond which no more are taken
 _LOOK_SECONDS = 0.1  # seconds between checks of the hub and the connection
 _SAY_AGAIN = 0.25  # seconds between repeated messages to the hub
@@ -60,9 +58,10 @@ class _Pending:
 
 
 class Standby:
-    """The standby of shard `index`. `make` makes a shard without any state.
+    """The standby of shard `index`. `make` makes a shard without any state, with what it calls between two
+    chunks of a step.
 
-    With a `journal`, `folder` is its directory, and `snapshots` those of the shard.
+    With a `journal`, `snapshots` are those of the shard.
     """
 
     def __init__(
@@ -71,14 +70,13 @@ class Standby:
         run: str,
         server: Server,
         hub: HubLink,
-        make: Callable[[], Shard],
+        make: Callable[[Callable[[], None]], Shard],
         *,
         journal: Journal | None = None,
-        folder: Path | None = None,
         snapshots: Snapshots | None = None,
     ) -> None:
         self.index, self._run, self._server, self._hub, self._make = index, run, server, hub, make
-        self._journal, self._folder, self._snapshots = journal, folder, snapshots
+        self._journal, self._snapshots = journal, snapshots
         self._primary: bytes | None = None  # its connection
         self._of = 0  # the primary's incarnation
         self._lost = False  # the primary's connection is gone and not replaced
@@ -94,9 +92,8 @@ class Standby:
         self.shard = self._anew()
 
     def _anew(self) -> Shard:
-        shard = self._make()
+        shard = self._make(self._meanwhile)
         shard.stand_by()
-        shard.applier.meanwhile = self._meanwhile
         return shard
 
     def run(self, until: Callable[[], bool]) -> bool:
@@ -258,8 +255,8 @@ class Standby:
         if self._snapshots is not None:
             self._snapshots.abandon()
         self.shard = self._anew()
-        if self._journal is not None and self._folder is not None:
-            (self._folder / MARK).touch()
+        if self._journal is not None:
+            self._journal.folder.incomplete.touch()
             self._journal.begin_anew()
             self.shard.kept.is_on_disk, self.shard.kept.wants_snapshot = False, True
 

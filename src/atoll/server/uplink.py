@@ -22,8 +22,8 @@ Edits: TypeAlias = dict[int, tuple[memoryview, bytes]]  # by chunk
 
 
 class Uplink:
-    """Sends a site's contributions over `link`, which is None while a journal is replayed. `shard_of` maps
-    each chunk to its shard; `stand()` is the place of one worker's script."""
+    """Sends a site's contributions over the `link` of each call. `shard_of` maps each chunk to its shard;
+    `stand()` is the place of one worker's script."""
 
     def __init__(
         self,
@@ -31,33 +31,36 @@ class Uplink:
         shard_of: Mapping[int, int],
         feedback: Feedback,
         stand: Callable[[], WorkerStand | None],
-        link: ShardLink | None,
     ) -> None:
         self._incarnation, self._shard_of, self._feedback = incarnation, shard_of, feedback
-        self._stand, self.link = stand, link
-
-    @property
-    def _up(self) -> ShardLink:
-        assert self.link is not None
-        return self.link
+        self._stand = stand
 
     @property
     def holders(self) -> list[int]:
         """The shards that hold trainable chunks."""
         return sorted(set(self._shard_of.values()))
 
-    def describe(self, setup: Setup, shards: int) -> None:
+    def describe(self, link: ShardLink, setup: Setup, shards: int) -> None:
         """Send each global shard its part of the Setup."""
         for shard in range(shards):
             chunks = [chunk for chunk, place in self._shard_of.items() if place == shard]
             own = msgspec.structs.replace(setup, chunks=chunks, shards=shards)
-            self._up.send(shard, own, until=SET_UP)
+            link.send(shard, own, until=SET_UP)
 
     def outgoing(self, chunk: int, values: Tensor, present: bytes, weight: float, clock: int) -> Written:
         """Encode a chunk's gradients, (extent,), with the residual added."""
         return self._feedback.write(clock, chunk, values, present, weight)
 
-    def push(self, chunk: int, values: Tensor, present: bytes, weight: float, clock: int, until: str) -> None:
+    def push(
+        self,
+        link: ShardLink,
+        chunk: int,
+        values: Tensor,
+        present: bytes,
+        weight: float,
+        clock: int,
+        until: str,
+    ) -> None:
         """Send a chunk of the site's contribution to iteration `clock`."""
         shard = self._shard_of[chunk]
         written = self.outgoing(chunk, values, present, weight, clock)
@@ -69,10 +72,11 @@ class Uplink:
             present=present,
             late=self._feedback.holds_back,
         )
-        self._up.send(shard, push, written.payload, until, written.lossy)
+        link.send(shard, push, written.payload, until, written.lossy)
 
     def commit(
         self,
+        link: ShardLink,
         counted: tuple[float, float, str, float],
         hyperparameters: list[dict[str, Any]],
         used: list[Used],
@@ -93,9 +97,9 @@ class Uplink:
             used=used,
             stand=self._stand(),
         )
-        self._up.send(LOG, commit, until=until)
+        link.send(LOG, commit, until=until)
 
-    def say_step(self, action: StepChunks, edits: Edits, clock: int) -> None:
+    def say_step(self, link: ShardLink, action: StepChunks, edits: Edits, clock: int) -> None:
         """Under bsp: send edited means, and make the global shards step with the mean of all sites."""
         digest = hashlib.blake2b(digest_size=16)
         for chunk, (payload, present) in sorted(edits.items()):
@@ -104,7 +108,7 @@ class Uplink:
             replace = messages.Replace(
                 incarnation=self._incarnation, iteration=clock, chunk=chunk, present=present
             )
-            self._up.send(self._shard_of[chunk], replace, payload, until=STEP)
+            link.send(self._shard_of[chunk], replace, payload, until=STEP)
         step = messages.Step(
             incarnation=self._incarnation,
             iteration=clock,
@@ -115,4 +119,4 @@ class Uplink:
             accepted=action.accepted,
             follows=action.nobody,
         )
-        self._up.send(LOG, step, until=STEP)
+        link.send(LOG, step, until=STEP)

@@ -53,12 +53,13 @@ class Blocks:
     """The blocks of all contributors, leased from `leases`.
 
     Attributes:
+        epochs: the blocks by contributor, sampler and epoch: all that a restart needs.
         changes: grows with each part that is given for the first time, which a journal has to know.
     """
 
     def __init__(self, leases: Leases) -> None:
         self._leases = leases
-        self._epochs: dict[Key, dict[tuple[int, int], EpochBlocks]] = {}
+        self.epochs: dict[Key, dict[tuple[int, int], EpochBlocks]] = {}
         self.changes = 0
 
     def handle_lease(self, key: Key, worker: int, members: Sequence[int], lease: Lease) -> Leased:
@@ -72,7 +73,7 @@ class Blocks:
         Raises UserError for a worker that the block is not for, for one that is too far ahead, and where
         `Leases.handle_lease` does.
         """
-        epoch = self._epochs.get(key, {}).get((lease.sampler, lease.epoch)) or EpochBlocks()
+        epoch = self.epochs.get(key, {}).get((lease.sampler, lease.epoch)) or EpochBlocks()
         block = epoch.blocks.get(lease.block)
         if block is None:
             self._check(epoch, worker, members, lease)
@@ -87,7 +88,7 @@ class Blocks:
         if lease.block > epoch.asked.get(worker, 0):
             self.changes += 1
             epoch.asked[worker], epoch.blocks[lease.block] = lease.block, block
-            epochs = self._epochs.setdefault(key, {})
+            epochs = self.epochs.setdefault(key, {})
             epochs[lease.sampler, lease.epoch] = epoch
             _forget(epochs, lease, members)
         return _part(lease, block, worker)
@@ -106,15 +107,7 @@ class Blocks:
 
     def handle_fenced(self, key: Key) -> None:
         """Forget a contributor that is fenced: it commits nothing any more."""
-        self._epochs.pop(key, None)
-
-    def state(self) -> dict[Key, dict[tuple[int, int], EpochBlocks]]:
-        """Return the state for `restore`. It is this object's own: encode it at once."""
-        return self._epochs
-
-    def restore(self, state: dict[Key, dict[tuple[int, int], EpochBlocks]]) -> None:
-        """Take over a state that `state` has returned."""
-        self._epochs = state
+        self.epochs.pop(key, None)
 
     def _new_block(self, key: Key, members: Sequence[int], lease: Lease) -> BlockState | None:
         """Lease a block for all members; None if nothing is free now, but may be later."""

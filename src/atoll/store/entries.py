@@ -119,17 +119,17 @@ class Idle(LogEntry, frozen=True):
     idle: bool
 
 
-Entry: TypeAlias = Union[Joined, Combine, StepWithMean, Apply, Fenced, Idle]
+AnyEntry: TypeAlias = Union[Joined, Combine, StepWithMean, Apply, Fenced, Idle]
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Entry] = msgspec.msgpack.Decoder(Entry)
+_decoder: msgspec.msgpack.Decoder[AnyEntry] = msgspec.msgpack.Decoder(AnyEntry)
 
 
-def encode_entry(entry: Entry) -> bytes:
+def encode_entry(entry: AnyEntry) -> bytes:
     """Return the entry as MessagePack, for wire's Entry."""
     return _encoder.encode(entry)
 
 
-def decode_entry_untrusted(raw: bytes | memoryview | msgspec.Raw) -> Entry:
+def decode_entry_untrusted(raw: bytes | memoryview | msgspec.Raw) -> AnyEntry:
     """Return the entry in `raw`. Raises StoreError, with one line, for any other bytes."""
     return decoded(_decoder, raw, StoreError, "no line of a log")

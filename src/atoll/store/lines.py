@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from atoll.store.entries import Entry
+from atoll.store.entries import AnyEntry
 from atoll.wire.messages import Count
 
 
@@ -16,14 +16,14 @@ class Lines(msgspec.Struct, forbid_unknown_fields=True):
     """
 
     first: Count = 0
-    entries: list[Entry] = []
+    entries: list[AnyEntry] = []
 
     @property
     def next_sequence(self) -> int:
         """The sequence number of the next entry."""
         return self.first + len(self.entries)
 
-    def after(self, number: int) -> list[tuple[int, Entry]]:
+    def after(self, number: int) -> list[tuple[int, AnyEntry]]:
         """Return the entries from `number` on, with their numbers. Raises ValueError if some are
         forgotten."""
         if number < self.first:

@@ -54,6 +54,7 @@ class Membership:
     Attributes:
         roll: all members by incarnation.
         grouped: True if workers may name a site although no site has a shard.
+        begun: True once as many workers were there as the run begins with.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Membership:
         self.workers = RankedWorkers(self.roll, workers, ring=not shards)
         self.shards = Shards(self.roll, shards, replicas)
         self.sites = Sites(self.roll, sites or {})
-        self.grouped = False
+        self.grouped = self.begun = False
 
     def handle_hello(
         self,

@@ -9,7 +9,7 @@ from atoll.core.errors import RunError
 from atoll.wire.messages import AnyMessage, Commit, WorkerStand
 
 if TYPE_CHECKING:
-    from atoll.store.entries import Entry
+    from atoll.store.entries import AnyEntry
 
 
 class StoreError(RunError):
@@ -54,7 +54,7 @@ class Outcome:
             hyperparameters.
     """
 
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[AnyEntry] = field(default_factory=list)
     replies: list[Reply] = field(default_factory=list)
     refused: str = ""
     met: list[Meeting] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Draft:
         counted: the commits that count from now on, with their workers.
     """
 
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[AnyEntry] = field(default_factory=list)
     replies: list[Reply] = field(default_factory=list)
     counted: list[tuple[int, Commit]] = field(default_factory=list)
     refused: str = ""
@@ -78,7 +78,7 @@ class Draft:
     released: list[int] = field(default_factory=list)
     mismatch: str = ""
 
-    def write(self, entry: Entry) -> None:
+    def write(self, entry: AnyEntry) -> None:
         """Add an entry to the log."""
         self.entries.append(entry)
 

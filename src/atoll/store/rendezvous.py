@@ -47,17 +47,19 @@ class RingState:
 
     Attributes:
         members: incarnation -> the number of its request; -1 if it was in the ring before.
-        broken: True if a member is gone.
+        broken: True if a member is gone: nobody waits for keys any more.
     """
 
     members: dict[int, int]
-    broken: bool
-    keys: dict[str, bytes]
+    broken: bool = False
+    keys: dict[str, bytes] = field(default_factory=dict)
 
 
 @dataclass
 class RendezvousState:
-    """The state of `Rendezvous`, as plain data.
+    """The state of `Rendezvous`, as plain data: all that a restart must not lose.
+
+    Calls that wait for keys are asked again, and are no part of it.
 
     Attributes:
         formed: the number of the latest ring.
@@ -67,31 +69,20 @@ class RendezvousState:
         counted: incarnation -> call -> its result, of the latest calls.
     """
 
-    formed: int
-    comers: dict[int, tuple[Gather, float]]
-    rings: dict[int, RingState]
-    ring_of: dict[int, int]
-    counted: dict[int, dict[int, int]]
+    formed: int = 0
+    comers: dict[int, tuple[Gather, float]] = field(default_factory=dict)
+    rings: dict[int, RingState] = field(default_factory=dict)
+    ring_of: dict[int, int] = field(default_factory=dict)
+    counted: dict[int, dict[int, int]] = field(default_factory=dict)
 
 
 @dataclass
-class _Comer:
-    """A rank that waits for the other ranks, until `until`."""
+class _Calls:
+    """The calls of a ring's members that wait for keys."""
 
-    rank: int
-    peer: Peer
-    gather: Gather
-    until: float
-
-
-@dataclass
-class _Ring:
-    members: dict[int, int]  # incarnation -> the number of its request; -1: it was in the ring before
-    broken: bool = False  # a member is gone: nobody waits for keys any more
-    keys: dict[str, bytes] = field(default_factory=dict)
-    there: int = 0  # members that have not left
-    waiters: dict[str, dict[_Waiter, None]] = field(default_factory=dict)  # by missing key
-    calls: dict[int, dict[_Waiter, None]] = field(default_factory=dict)  # waiting calls, by incarnation
+    there: int = 0  # members of the ring that have not left
+    by_key: dict[str, dict[_Waiter, None]] = field(default_factory=dict)  # by missing key
+    by_member: dict[int, dict[_Waiter, None]] = field(default_factory=dict)  # by incarnation
 
 
 @dataclass(eq=False)
@@ -108,7 +99,7 @@ class Rendezvous:
     Methods return answers, each with the peer that it is for: a `set` may also answer other members' waits.
 
     Attributes:
-        formed: the number of the latest ring.
+        state: the rings' state, for `restore`. It is not a copy: encode it at once.
         bytes_held: bytes of all keys and values.
         keys_held: keys of all rings.
         waiting: calls that wait for keys.
@@ -117,20 +108,19 @@ class Rendezvous:
     def __init__(
         self, workers: int, *, keys: int = KEYS, total_bytes: int = TOTAL_BYTES, waiters: int = WAITERS
     ) -> None:
-        self.formed = 0
+        self.state = RendezvousState()
         self.bytes_held = 0
         self.keys_held = 0
         self.waiting = 0
         self._workers = workers
         self._most_keys, self._most_bytes, self._most_waiters = keys, total_bytes, waiters
-        self._comers: dict[int, _Comer] = {}  # by rank
+        self._peers: dict[int, Peer] = {}  # of the comers, by rank
         self._coming: dict[int, int] = {}  # incarnation -> rank, of the comers
-        self._until: list[tuple[float, int, _Comer]] = []  # a heap; some comers do not wait any more
-        self._rings: dict[int, _Ring] = {}
-        self._ring_of: dict[int, int] = {}  # incarnation -> the latest ring that it is in
-        self._deadlines: list[tuple[float, int, _Waiter]] = []  # a heap; the number only breaks ties
+        # Heaps; some entries are not waited for any more. The number only breaks ties.
+        self._until: list[tuple[float, int, int]] = []  # the comers' deadlines, with their ranks
+        self._deadlines: list[tuple[float, int, _Waiter]] = []
+        self._calls: dict[int, _Calls] = {}  # by ring
         self._ties = itertools.count()
-        self._counted: dict[int, dict[int, int]] = {}  # incarnation -> call -> result, of the latest calls
 
     # -- members of the ring ---------------------------------------------------------------------------
 
@@ -141,117 +131,103 @@ class Rendezvous:
         """
         if rank >= self._workers:
             raise UserError(f"worker {rank} is in no ring: the run's are of {self._workers} workers, from 0")
-        ring = self._ring_of.get(gather.incarnation)
-        if ring is not None and self._rings[ring].members[gather.incarnation] == gather.number:
+        state = self.state
+        ring = state.ring_of.get(gather.incarnation)
+        if ring is not None and state.rings[ring].members[gather.incarnation] == gather.number:
             return [(peer, Gathered(group=ring))]  # a repeated request: the answer was lost
-        self._wait_for_others(_Comer(rank, peer, gather, now + gather.seconds))
-        return self._form() if len(self._comers) == self._workers else []
+        self._wait_for_others(peer, rank, gather, now + gather.seconds)
+        return self._form() if len(state.comers) == self._workers else []
 
-    def _wait_for_others(self, comer: _Comer) -> None:
-        before = self._comers.get(comer.rank)
+    def _wait_for_others(self, peer: Peer, rank: int, gather: Gather, until: float) -> None:
+        self._go(rank)
+        self.state.comers[rank], self._peers[rank] = (gather, until), peer
+        self._coming[gather.incarnation] = rank
+        heapq.heappush(self._until, (until, next(self._ties), rank))
+
+    def _go(self, rank: int) -> None:
+        """Drop the request of a rank that waits for the others, if there is one."""
+        before = self.state.comers.pop(rank, None)
         if before is not None:
-            self._coming.pop(before.gather.incarnation, None)
-        self._comers[comer.rank] = comer
-        self._coming[comer.gather.incarnation] = comer.rank
-        heapq.heappush(self._until, (comer.until, next(self._ties), comer))
+            del self._coming[before[0].incarnation], self._peers[rank]
 
     def _form(self) -> list[Answer]:
-        comers = [self._comers[rank] for rank in sorted(self._comers)]
-        self._comers.clear()
-        self._coming.clear()
-        self._until.clear()
-        self._make({comer.gather.incarnation: comer.gather.number for comer in comers})
-        return [(comer.peer, Gathered(group=self.formed)) for comer in comers]
+        comers, peers = self.state.comers, self._peers
+        self.state.comers, self._peers, self._coming, self._until = {}, {}, {}, []
+        ranks = sorted(comers)
+        self._make({comers[rank][0].incarnation: comers[rank][0].number for rank in ranks})
+        return [(peers[rank], Gathered(group=self.state.formed)) for rank in ranks]
 
     def form(self, members: Sequence[int], after: int = 0) -> int:
         """Form a ring of these incarnations, without keys; return its number, which is above `after`."""
-        self.formed = max(self.formed, after)
+        self.state.formed = max(self.state.formed, after)
         self._make(dict.fromkeys(members, -1))
-        return self.formed
+        return self.state.formed
 
     def _make(self, members: dict[int, int]) -> None:
-        self.formed += 1
+        state = self.state
+        state.formed += 1
         for member in members:
             self._leave_ring(member)
-            self._ring_of[member] = self.formed
-        self._rings[self.formed] = _Ring(members, there=len(members))
+            state.ring_of[member] = state.formed
+        state.rings[state.formed], self._calls[state.formed] = RingState(members), _Calls(len(members))
 
     def members(self) -> list[int]:
         """Return the incarnations in the latest ring, in order of rank."""
-        return list(self._rings[self.formed].members) if self.formed in self._rings else []
+        latest = self.state.rings.get(self.state.formed)
+        return list(latest.members) if latest is not None else []
 
     def handle_broken(self, group: int) -> list[Answer]:
         """Mark a ring as broken, as a member is gone.
 
         Calls that wait for keys are answered with the missing keys, as are later calls that would wait.
         """
-        ring = self._rings.get(group)
+        ring = self.state.rings.get(group)
         if ring is None or ring.broken:
             return []
         ring.broken = True
         answers: list[Answer] = []
-        for waiter in [waiter for waiters in ring.calls.values() for waiter in waiters]:
-            self._end(ring, waiter)
+        for waiter in [waiter for waiters in self._calls[group].by_member.values() for waiter in waiters]:
+            self._end(waiter)
             answers.append((waiter.peer, StoreAnswer(missing=sorted(waiter.missing))))
         return answers
 
     def handle_left(self, incarnation: int) -> None:
         """Remove a worker that said goodbye or died. With a ring's last member the ring's keys are
         dropped."""
-        rank = self._coming.pop(incarnation, None)
-        if rank is not None:
-            del self._comers[rank]
-        self._counted.pop(incarnation, None)
+        if incarnation in self._coming:
+            self._go(self._coming[incarnation])
+        self.state.counted.pop(incarnation, None)
         self._leave_ring(incarnation)
 
     def _leave_ring(self, incarnation: int) -> None:
-        number = self._ring_of.pop(incarnation, None)
+        number = self.state.ring_of.pop(incarnation, None)
         if number is None:
             return
-        ring = self._rings[number]
-        for waiter in list(ring.calls.get(incarnation, ())):
-            self._end(ring, waiter)
-        ring.there -= 1
-        if not ring.there:
+        calls = self._calls[number]
+        for waiter in list(calls.by_member.get(incarnation, ())):
+            self._end(waiter)
+        calls.there -= 1
+        if not calls.there:
             self._drop(number)
 
     def _drop(self, number: int) -> None:
         """Drop a ring with its keys."""
-        ring = self._rings.pop(number)
+        ring = self.state.rings.pop(number)
+        del self._calls[number]
         self.keys_held -= len(ring.keys)
-        self.bytes_held -= sum(_size(key, value) for key, value in ring.keys.items())
-
-    def state(self) -> RendezvousState:
-        """Return all that a restart must not lose, for `restore`. Calls that wait for keys are asked
-        again."""
-        return RendezvousState(
-            self.formed,
-            {rank: (comer.gather, comer.until) for rank, comer in self._comers.items()},
-            {
-                number: RingState(dict(ring.members), ring.broken, dict(ring.keys))
-                for number, ring in self._rings.items()
-            },
-            dict(self._ring_of),
-            {incarnation: dict(gave) for incarnation, gave in self._counted.items()},
-        )
+        self.bytes_held -= _bytes_of(ring)
 
     def restore(self, state: RendezvousState, peer: Peer) -> None:
-        """Take over a state that `state` has returned. `peer` stands for the comers until they ask again."""
-        self.formed, self._ring_of = state.formed, dict(state.ring_of)
-        self._comers, self._coming, self._until = {}, {}, []
-        for rank, (gather, until) in state.comers.items():
-            self._wait_for_others(_Comer(rank, peer, gather, until))
-        self._rings = {
-            number: _Ring(dict(ring.members), ring.broken, dict(ring.keys))
-            for number, ring in state.rings.items()
-        }
-        for number in self._ring_of.values():
-            self._rings[number].there += 1
-        self._counted = {incarnation: dict(gave) for incarnation, gave in state.counted.items()}
-        self.keys_held = sum(len(ring.keys) for ring in self._rings.values())
-        self.bytes_held = sum(
-            _size(key, value) for ring in self._rings.values() for key, value in ring.keys.items()
-        )
+        """Take over `state`. `peer` stands for the comers until they ask again."""
+        self.state, comers = state, state.comers
+        state.comers, self._peers, self._coming, self._until = {}, {}, {}, []
+        for rank, (gather, until) in comers.items():
+            self._wait_for_others(peer, rank, gather, until)
+        self._calls = {number: _Calls() for number in state.rings}
+        for number in state.ring_of.values():
+            self._calls[number].there += 1
+        self.keys_held = sum(len(ring.keys) for ring in state.rings.values())
+        self.bytes_held = sum(map(_bytes_of, state.rings.values()))
 
     # -- a ring's keys ---------------------------------------------------------------------------------
 
@@ -261,7 +237,7 @@ class Rendezvous:
         Raises UserError, and changes nothing, for a ring that is not the member's, for keys or values that
         the operation does not take, and beyond a limit.
         """
-        ring = self._rings.get(call.group)
+        ring = self.state.rings.get(call.group)
         if ring is None or call.incarnation not in ring.members:
             raise UserError(f"ring {call.group} is not incarnation {call.incarnation}'s, or is no more")
         keys, values = _SHAPES[call.operation]
@@ -278,13 +254,13 @@ class Rendezvous:
             return [(peer, StoreAnswer(count=len(ring.keys)))]
         return self._change(peer, ring, call)
 
-    def _change(self, peer: Peer, ring: _Ring, call: StoreCall) -> list[Answer]:
+    def _change(self, peer: Peer, ring: RingState, call: StoreCall) -> list[Answer]:
         key = call.keys[0]
         if call.operation == "set":
-            return [(peer, StoreAnswer()), *self._put(ring, key, call.values[0])]
+            return [(peer, StoreAnswer()), *self._put(call.group, key, call.values[0])]
         if call.operation == "compare_set":
             return self._compare_set(peer, ring, call)
-        remembered = self._counted.setdefault(call.incarnation, {})
+        remembered = self.state.counted.setdefault(call.incarnation, {})
         if call.number in remembered:  # a repeated call counts once
             return [(peer, StoreAnswer(count=remembered[call.number]))]
         count, others = self._change_once(ring, call)
@@ -293,7 +269,7 @@ class Rendezvous:
             del remembered[next(iter(remembered))]
         return [(peer, StoreAnswer(count=count)), *others]
 
-    def _change_once(self, ring: _Ring, call: StoreCall) -> tuple[int, list[Answer]]:
+    def _change_once(self, ring: RingState, call: StoreCall) -> tuple[int, list[Answer]]:
         """Make a change whose repetition would give another result; return the result, and answers to
         others."""
         key, there = call.keys[0], ring.keys.get(call.keys[0])
@@ -305,13 +281,13 @@ class Rendezvous:
             return int(there is not None), []
         if call.operation == "append":
             value = (there or b"") + call.values[0]
-            return len(value), self._put(ring, key, value)
+            return len(value), self._put(call.group, key, value)
         total = _number(key, there) + call.amount
         if abs(total) >= _LARGEST:
             raise UserError(f"key {key!r}: a sum of {total} does not fit into 64 bits")
-        return total, self._put(ring, key, b"%d" % total)
+        return total, self._put(call.group, key, b"%d" % total)
 
-    def _compare_set(self, peer: Peer, ring: _Ring, call: StoreCall) -> list[Answer]:
+    def _compare_set(self, peer: Peer, ring: RingState, call: StoreCall) -> list[Answer]:
         """Compare and set as TCPStore does: a missing key is set if "" was expected.
 
         On a mismatch the answer is the current value, or the expected one for a missing key.
@@ -319,10 +295,11 @@ class Rendezvous:
         key, (expected, desired) = call.keys[0], call.values
         there = ring.keys.get(key)
         if there == expected or (there is None and not expected):
-            return [(peer, StoreAnswer(value=desired)), *self._put(ring, key, desired)]
+            return [(peer, StoreAnswer(value=desired)), *self._put(call.group, key, desired)]
         return [(peer, StoreAnswer(value=expected if there is None else there))]
 
-    def _put(self, ring: _Ring, key: str, value: bytes) -> list[Answer]:
+    def _put(self, group: int, key: str, value: bytes) -> list[Answer]:
+        ring = self.state.rings[group]
         there = ring.keys.get(key)
         more_keys = there is None
         more_bytes = _size(key, value) - (0 if there is None else _size(key, there))
@@ -338,11 +315,11 @@ class Rendezvous:
         ring.keys[key] = value
         self.keys_held += more_keys
         self.bytes_held += more_bytes
-        return self._wake(ring, key)
+        return self._wake(ring, self._calls[group], key)
 
     # -- waits -----------------------------------------------------------------------------------------
 
-    def _wait(self, now: float, peer: Peer, ring: _Ring, call: StoreCall) -> list[Answer]:
+    def _wait(self, now: float, peer: Peer, ring: RingState, call: StoreCall) -> list[Answer]:
         missing = {key for key in call.keys if key not in ring.keys}
         if not missing:
             return [(peer, _found(ring, call))]
@@ -350,33 +327,33 @@ class Rendezvous:
             return [(peer, StoreAnswer(missing=sorted(missing)))]
         if self.waiting >= self._most_waiters:
             raise UserError(f"{self.waiting} calls wait for keys already, and no more may")
-        waiter = _Waiter(peer, call, missing)
+        waiter, calls = _Waiter(peer, call, missing), self._calls[call.group]
         for key in missing:
-            ring.waiters.setdefault(key, {})[waiter] = None
-        ring.calls.setdefault(call.incarnation, {})[waiter] = None
+            calls.by_key.setdefault(key, {})[waiter] = None
+        calls.by_member.setdefault(call.incarnation, {})[waiter] = None
         self.waiting += 1
         heapq.heappush(self._deadlines, (now + call.seconds, next(self._ties), waiter))
         return []
 
-    def _wake(self, ring: _Ring, key: str) -> list[Answer]:
+    def _wake(self, ring: RingState, calls: _Calls, key: str) -> list[Answer]:
         """Return the answers to calls that waited for this key last."""
         answers: list[Answer] = []
-        for waiter in ring.waiters.pop(key, ()):
+        for waiter in calls.by_key.pop(key, ()):
             waiter.missing.discard(key)
             if not waiter.missing:
-                self._end(ring, waiter)
+                self._end(waiter)
                 answers.append((waiter.peer, _found(ring, waiter.call)))
         return answers
 
-    def _end(self, ring: _Ring, waiter: _Waiter) -> None:
+    def _end(self, waiter: _Waiter) -> None:
+        calls, member = self._calls[waiter.call.group], waiter.call.incarnation
         for key in waiter.missing:
-            del ring.waiters[key][waiter]
-            if not ring.waiters[key]:
-                del ring.waiters[key]
-        calls = ring.calls[waiter.call.incarnation]
-        del calls[waiter]
-        if not calls:
-            del ring.calls[waiter.call.incarnation]
+            del calls.by_key[key][waiter]
+            if not calls.by_key[key]:
+                del calls.by_key[key]
+        del calls.by_member[member][waiter]
+        if not calls.by_member[member]:
+            del calls.by_member[member]
         waiter.done = True
         self.waiting -= 1
 
@@ -386,39 +363,39 @@ class Rendezvous:
         while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].done):
             waiter = heapq.heappop(self._deadlines)[2]
             if not waiter.done:
-                self._end(self._rings[waiter.call.group], waiter)
+                self._end(waiter)
                 answers.append((waiter.peer, StoreAnswer(missing=sorted(waiter.missing))))
-        late = []
-        while self._until and (self._until[0][0] <= now or self._waits_no_more(self._until[0][2])):
-            comer = heapq.heappop(self._until)[2]
-            if not self._waits_no_more(comer):
-                late.append(comer)
+        late: set[int] = set()
+        while self._until and (self._until[0][0] <= now or self._waits_no_more(self._until[0])):
+            entry = heapq.heappop(self._until)
+            if not self._waits_no_more(entry):
+                late.add(entry[2])
         if late:
-            missing = self._missing()
-            there = len(self._comers)
-        for comer in sorted(late, key=lambda each: each.rank):
-            del self._comers[comer.rank], self._coming[comer.gather.incarnation]
-            answers.append((comer.peer, Gathered(group=0, missing=missing, there=there)))
+            answer = Gathered(group=0, missing=self._missing(), there=len(self.state.comers))
+        for rank in sorted(late):
+            answers.append((self._peers[rank], answer))
+            self._go(rank)
         return answers
 
-    def _waits_no_more(self, comer: _Comer) -> bool:
-        return self._comers.get(comer.rank) is not comer
+    def _waits_no_more(self, entry: tuple[float, int, int]) -> bool:
+        until, _, rank = entry
+        return rank not in self.state.comers or self.state.comers[rank][1] != until
 
     def _missing(self) -> list[int]:
         """Return the first absent ranks. Each comer is told, and there may be very many."""
-        absent = (rank for rank in range(self._workers) if rank not in self._comers)
+        absent = (rank for rank in range(self._workers) if rank not in self.state.comers)
         return list(itertools.islice(absent, MISSING))
 
     def next_deadline(self) -> float | None:
         """Return the time at which `poll` may next have answers; None for never."""
-        while self._until and self._waits_no_more(self._until[0][2]):
+        while self._until and self._waits_no_more(self._until[0]):
             heapq.heappop(self._until)
         while self._deadlines and self._deadlines[0][2].done:
             heapq.heappop(self._deadlines)
         return min((each[0][0] for each in (self._until, self._deadlines) if each), default=None)
 
 
-def _found(ring: _Ring, call: StoreCall) -> StoreAnswer:
+def _found(ring: RingState, call: StoreCall) -> StoreAnswer:
     return StoreAnswer(value=ring.keys[call.keys[0]] if call.operation == "get" else b"")
 
 
@@ -427,6 +404,10 @@ def _number(key: str, value: bytes | None) -> int:
         return int(value or b"0")
     except ValueError:
         raise UserError(f"key {key!r} holds no whole number, so nothing can be added to it") from None
+
+
+def _bytes_of(ring: RingState) -> int:
+    return sum(_size(key, value) for key, value in ring.keys.items())
 
 
 def _size(key: str, value: bytes) -> int:

@@ -17,7 +17,7 @@ from atoll.store.actions import (
     Release,
     StepChunks,
 )
-from atoll.store.entries import Apply, Combine, Entry, Fenced, Idle, Joined, StepWithMean
+from atoll.store.entries import AnyEntry, Apply, Combine, Fenced, Idle, Joined, StepWithMean
 from atoll.store.losses import ChunkLoss, told_of
 from atoll.store.outcomes import StoreError
 from atoll.wire import messages
@@ -202,7 +202,7 @@ class ShardState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     # -- what the log says --------------------------------------------------------------------------------
 
-    def handle_entry(self, entry: Entry) -> list[Action]:
+    def handle_entry(self, entry: AnyEntry) -> list[Action]:
         """Return the actions for an entry, in order. Raises StoreError if the log contradicts this state."""
         self.applied += 1
         if isinstance(entry, Joined):

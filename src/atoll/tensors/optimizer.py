@@ -146,18 +146,15 @@ class ChunkState:
     def cut(self, present: tuple[bool, ...], fused: bool) -> None:
         """Make the segments for the slots that have a gradient; `fused` is the param group's setting."""
         self.dissolve()
-        if self._by_tensor:
-            runs = [(slot, slot) for slot, here in enumerate(present) if here]
-        else:
-            signatures = [
-                signature(self.slots[slot], self.elements) if here else None
-                for slot, here in enumerate(present)
-            ]
-            flat = self.chunk.flat
-            runs = runs_alike(self.chunk.chunk, signatures, flat.dtype, flat.device, fused)
+        signatures = [self._signature(slot) if here else None for slot, here in enumerate(present)]
+        flat = self.chunk.flat
+        runs = runs_alike(self.chunk.chunk, signatures, flat.dtype, flat.device, fused)
         self.segments = [self._segment(first, last) for first, last in runs]
         self.present = present
         self.note_shown()
+
+    def _signature(self, slot: int) -> object:
+        return slot if self._by_tensor else signature(self.slots[slot], self.elements)
 
     def _segment(self, first: int, last: int) -> Segment:
         segment = Segment(self.chunk, first, last, self.chunk.parameters[first] if self._by_tensor else None)

@@ -54,7 +54,7 @@ from atoll.train.members.hub_client import HubClient
 from atoll.train.members.logmeeting import LogMeeting
 from atoll.train.members.meetings import WorkerMeeting
 from atoll.train.members.nodesmeeting import NodesMeeting, NodesRoster
-from atoll.train.members.regrouping import GroupState, Leases, Parts, Regrouping
+from atoll.train.members.regrouping import GroupState, Leases, MoveParts, Regrouping
 from atoll.train.members.ringmeeting import RingMeeting
 from atoll.train.members.ringstate import RingState
 from atoll.train.members.workers import Workers
@@ -388,7 +388,7 @@ def _with_shards(config: Config, place: Place, device: torch.device, service: Se
             judge=GroupJudge(attendance.place, service.shards, call),
             mark=service.mark,
         )
-        parts = Parts(
+        parts = MoveParts(
             hub=service.hub,
             ring=ring,
             shards=service.shards,

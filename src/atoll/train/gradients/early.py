@@ -33,7 +33,7 @@ class EarlySum(GroupSum):
     def __init__(self, owner: Pushes, chunks: Sequence[BoundChunk]) -> None:
         super().__init__(owner, chunks)
         self.gradients = self._buckets = _ByChunk(owner, lay_messages(chunks, 0), self._accumulators)
-        self._pushes, self._first = owner, True
+        self._pushes, self._is_first = owner, True
 
     @property
     def chunks(self) -> dict[int, BucketChunk]:
@@ -42,8 +42,8 @@ class EarlySum(GroupSum):
 
     def begin(self) -> None:
         super().begin()
-        if self._first:
-            self._owner.sends_early = False
+        if self._is_first:
+            self._buckets.hold_back(True)
 
     def reduce(self, own: ContributionWeight) -> ContributionWeight:
         """Send the chunks that have not left. Raises RunError if a gradient changed after its chunk had
@@ -55,7 +55,8 @@ class EarlySum(GroupSum):
             )
         for message in self._buckets.rest:
             self._pushes.leave(message)
-        self._owner.sends_early, self._first = self._owner.sends_early or self._first, False
+        self._buckets.hold_back(False)
+        self._is_first = False
         return own
 
 
@@ -63,6 +64,10 @@ class _ByChunk(Buckets):
     """Messages of one chunk each, unscaled: the shards weigh the contributions."""
 
     _owner: Pushes
+
+    def hold_back(self, held_back: bool) -> None:
+        """Let all messages wait for the end of backward, or none."""
+        self._held_back = len(self.order) if held_back else 0
 
     def _scale(self) -> float:
         self._owner.contribute()

@@ -180,10 +180,6 @@ class RingSum(GroupSum):
         """Report that gradients are about to leave."""
         self._calls.leaving()
 
-    def count_sent(self, sent: int) -> None:
-        """Add to the number of bytes that this worker has sent."""
-        self._owner.bytes_sent += sent
-
     # -- an iteration --------------------------------------------------------------------------------------
 
     def opens(self) -> None:

@@ -107,7 +107,7 @@ class MoveListener(Protocol):
 
 
 @dataclass
-class Parts:
+class MoveParts:
     """The parts of a session that a move concerns."""
 
     hub: HubClient
@@ -123,7 +123,7 @@ class Parts:
 class Regrouping:
     """One worker's moves from group to group."""
 
-    def __init__(self, parts: Parts, told: MoveListener) -> None:
+    def __init__(self, parts: MoveParts, told: MoveListener) -> None:
         self._parts, self._tell = parts, told
         self.grouping = 0  # the latest grouping to which this worker has asked to move
 

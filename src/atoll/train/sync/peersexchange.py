@@ -189,8 +189,10 @@ class PeerExchange(Reducer):
     # An iteration
 
     def before_use(self, *_: object) -> None:
-        """Go on at the others' iteration before a forward, if they went on without this node and it is
-        back."""
+        self._come_back()
+
+    def _come_back(self) -> None:
+        """Go on at the others' iteration, if they went on without this node and it is back."""
         returned, self._worker.returned = self._worker.returned, None
         if returned is None:
             return
@@ -239,7 +241,7 @@ class PeerExchange(Reducer):
             )
         if self._worker.returned is not None:  # no forward of the model has acted on the return
             self._stale = any(p.grad is not None for bound in self._chunks for p in bound.parameters)
-            PeerExchange.before_use(self)
+            self._come_back()
         self._worker.take(f"the end of iteration {self.steps}'s backward")
         self._worker.at = max(self._worker.at, self.steps)
         self._script.give(self.steps)

@@ -12,7 +12,7 @@ from atoll.server.common import Common
 from atoll.server.heard import NOT_SET_UP, Handler, Heard
 from atoll.server.model import Model
 from atoll.server.payloads import payload_of
-from atoll.store.entries import Entry
+from atoll.store.entries import AnyEntry
 from atoll.store.pulls import AnyPull, PullRequest
 from atoll.wire import messages
 from atoll.wire.messages import Hello
@@ -36,7 +36,7 @@ class LogExecutor:
     def _model(self) -> Model:
         return self._training.there
 
-    def apply(self, entry: Entry, meanwhile: Callable[[], None]) -> None:
+    def apply(self, entry: AnyEntry, meanwhile: Callable[[], None]) -> None:
         """Carry out an entry and send each finished chunk to those whose pulls the entry makes ready.
         `meanwhile` is called between two chunks to serve others."""
         model = self._model
