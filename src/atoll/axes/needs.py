@@ -464,11 +464,11 @@ def _of_models() -> Iterator[Need]:
         PrepareError,
     )
     yield Need(
-        "shares-budgets",
+        "shares-sites",
         prepare,
-        {"sync.shares": Is("auto"), "run.strategy": Is("ring", "hierarchical"), "memory.device": Given()},
-        "sync.shares auto needs each worker's speed, which a model in budgets of memory does not report: "
-        "give each worker's part in its place, or leave [memory] out",
+        {"sync.shares": Is("auto"), "sync": Is("bsp"), "site": Given()},
+        "sync.shares auto needs the speeds of all workers, and a site's shard hears of its own alone: give "
+        "each worker's part in its place, or set sync.shares to even",
     )
     yield Need(
         "second-model",

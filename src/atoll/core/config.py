@@ -156,9 +156,10 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         global_batch: Samples of all workers in a step, for `session.batches`, which gives each worker its
             share, however many workers there are. Strategy `peers`: in proportion to the nodes' speeds. 0:
             none.
-        shares: Strategies `ring` and `hierarchical`: the parts of a batch of `session.batches`. `even`: all
-            workers' alike. `auto`: by the workers' speeds, as measured, so that all finish at the same time
-            ([shares.md](shares.md)). Or each worker's part, which sum to 1: `{ 0 = 0.6, 1 = 0.4 }`.
+        shares: Strategies `ring` and `hierarchical`, and under `bsp` `server` and `ps-hra`: the parts of a
+            batch of `session.batches`. `even`: all workers' alike. `auto`: by the workers' speeds, as
+            measured, so that all finish at the same time ([shares.md](shares.md)). Or each worker's part,
+            which sum to 1: `{ 0 = 0.6, 1 = 0.4 }`.
         least: With `sync.shares` other than `even`: the least samples of a worker that gets any. BatchNorm
             needs 2.
         memory_cap: With `sync.shares` `auto`: the most samples of a worker. 0: no limit.

@@ -247,7 +247,9 @@ def _with_ring(config: Config, place: Place, device: torch.device, member: HubRi
     dealing: MakesSchedules | None = None
     reports: ShareReports | None = None
     if ring is not None and replicas is None and config.sync.shares != "even":
-        dealing, reports = _shares(config, ring, device, meter, records, fixed=member is None)
+        dealing, reports = _shares(
+            config, lambda rank: ring.place.name_of(rank), device, meter, records, fixed=member is None
+        )
 
     def tell_of_start() -> None:
         if member is not None:
@@ -306,12 +308,21 @@ def _with_ring(config: Config, place: Place, device: torch.device, member: HubRi
 
 
 def _shares(
-    config: Config, ring: Ring, device: torch.device, meter: Meter, records: Records, *, fixed: bool
+    config: Config,
+    name_of: Callable[[int], int],
+    device: torch.device,
+    meter: Meter,
+    records: Records,
+    *,
+    fixed: bool,
 ) -> tuple[MakesSchedules, ShareReports | None]:
-    """Return the maker of uneven shares, and the reports that it needs. `fixed`: no member comes or goes."""
+    """Return the maker of uneven shares, and the reports that it needs.
+
+    `name_of` returns a worker's name, given its rank. `fixed`: no member comes or goes.
+    """
 
     def names(world: int) -> list[int]:
-        return [ring.place.name_of(rank) for rank in range(world)]
+        return [name_of(rank) for rank in range(world)]
 
     if isinstance(config.sync.shares, dict):
         return GivenShares(config.sync, names, fixed=fixed), None
@@ -321,7 +332,7 @@ def _shares(
         most=config.sync.memory_cap,
         waited=lambda: meter.seconds_waited,
         decided=records.decided,
-        name_of=lambda rank: ring.place.name_of(rank),
+        name_of=name_of,
         settle=settle,
     )
     return MeasuredShares(config.sync, reports), reports
@@ -420,7 +431,12 @@ def _with_shards(config: Config, place: Place, device: torch.device, service: Se
         # The shards know groups, but not the groups' members.
         return state.world if together or ring is not None else service.members or state.world
 
-    source: SamplerSource = DealtData(state)
+    meter = Meter(device, workers, state, service, ring)
+    dealing: MakesSchedules | None = None
+    reports: ShareReports | None = None
+    if together and config.sync.shares != "even":
+        dealing, reports = _shares(config, entrance.name_of, device, meter, records, fixed=fixed)
+    source: SamplerSource = DealtData(state, dealing)
     if not together:
         # In ssp, and at a site, others may wait for this worker to go on, so it must not wait for data.
         waits = config.sync.consistency == "asp" and not service.site
@@ -445,7 +461,7 @@ def _with_shards(config: Config, place: Place, device: torch.device, service: Se
         workers=workers,
         state=state,
         records=records,
-        meter=Meter(device, workers, state, service, ring),
+        meter=meter,
         strategy=served,
         source=source,
         make_tiers=lambda memory, _number: ServedTiers(memory, served, config),
@@ -463,6 +479,7 @@ def _with_shards(config: Config, place: Place, device: torch.device, service: Se
         hub=service.hub,
         staleness=lambda: None if together else service.staleness,
         site=service.site,
+        shares=reports,
     )
 
 
