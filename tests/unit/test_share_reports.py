@@ -53,7 +53,7 @@ class Crew:
             least=1,
             most=0,
             waited=lambda: 0.0,
-            decided=lambda *line: self.lines.append(" ".join(line)),
+            chosen=lambda choice, reason, _change: self.lines.append(f"shares {choice} {reason}"),
             name_of=lambda rank: rank + 10,
             clock=lambda: self.now[rank],
         )
@@ -115,6 +115,8 @@ def test_an_iteration_without_some_worker_changes_nothing() -> None:
     for _ in range(2):
         crew.iterate()
     for _ in range(8):
+        for batches in crew.batches:
+            batches.next()
         told = {rank + 10: crew.reports[rank].report() for rank in (0, 2)}
         for rank in (0, 2):
             crew.reports[rank].heard_each(told, rank + 10)

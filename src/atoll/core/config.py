@@ -156,12 +156,12 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         global_batch: Samples of all workers in a step, for `session.batches`, which gives each worker its
             share, however many workers there are. Strategy `peers`: in proportion to the nodes' speeds. 0:
             none.
-        shares: Strategies `ring` and `hierarchical`, and under `bsp` `server` and `ps-hra`: the parts of a
+        shares: Strategies `ring` and `hierarchical`, and with bsp `server` and `ps-hra`: the parts of a
             batch of `session.batches`. `even`: all workers' alike. `auto`: by the workers' speeds, as
             measured, so that all finish at the same time ([shares.md](shares.md)). Or each worker's part,
             which sum to 1: `{ 0 = 0.6, 1 = 0.4 }`.
-        least: With `sync.shares` other than `even`: the least samples of a worker that gets any. BatchNorm
-            needs 2.
+        least: With `sync.shares` other than `even`, and under `peers`: the least samples of a worker that
+            gets any. BatchNorm needs 2.
         memory_cap: With `sync.shares` `auto`: the most samples of a worker. 0: no limit.
         lazy: Strategy `server`: `step()` returns at once, and the next forward waits for the new parameters.
         uplink: Strategy `ps-hra`: the workers of a group that talk to the shards: the `leader`, drawn anew

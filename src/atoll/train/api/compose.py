@@ -18,9 +18,11 @@ from atoll.axes.cells import Cell, GroupKind, Others, cell_of, choices_in
 from atoll.axes.choices import Choices
 from atoll.axes.needs import check
 from atoll.core.config import STRATEGIES, Config
+from atoll.core.events import SharesChosen
 from atoll.core.heap import keep_freed_memory
 from atoll.core.memory import Memory
 from atoll.exchange.codecs import codec_named
+from atoll.groups.shares import ShareChange
 from atoll.tensors.stepunit import Unit, unit_of
 from atoll.train.api.device import device_of
 from atoll.train.api.meter import Meter
@@ -326,12 +328,18 @@ def _shares(
 
     if isinstance(config.sync.shares, dict):
         return GivenShares(config.sync, names, fixed=fixed), None
+
+    def chosen(choice: str, reason: str, change: ShareChange) -> None:
+        parts = dict(zip(names(len(change.parts)), change.parts.tolist(), strict=True))
+        speeds = dict(zip(parts, change.speeds.tolist(), strict=True))
+        records.emit(SharesChosen, what="shares", choice=choice, reason=reason, parts=parts, speeds=speeds)
+
     settle = None if device.type == "cpu" else lambda: torch.accelerator.current_stream(device).synchronize()
     reports = ShareReports(
         least=config.sync.least,
         most=config.sync.memory_cap,
         waited=lambda: meter.seconds_waited,
-        decided=records.decided,
+        chosen=chosen,
         name_of=name_of,
         settle=settle,
     )
@@ -356,7 +364,7 @@ def _with_peers(config: Config, device: torch.device, node: NodeWorker) -> Runti
         records=records,
         meter=Meter(device, workers, state),
         strategy=peers,
-        source=NodesData(state, peers),
+        source=NodesData(state, peers, config.sync.least),
         make_tiers=lambda memory, _number: LentTiers(memory, config, peers, node, workers),
         tell_of_start=lambda: NodeNews(node, records).begin(config),
         own_group=partial(of_node, node, state),

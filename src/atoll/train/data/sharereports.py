@@ -53,7 +53,7 @@ class ShareReports:
         least: int,
         most: int,
         waited: Callable[[], float],
-        decided: Callable[[str, str, str], None],
+        chosen: Callable[[str, str, ShareChange], None],
         name_of: Callable[[int], int],
         settle: Callable[[], None] | None = None,
         clock: Callable[[], float] | None = None,
@@ -64,12 +64,12 @@ class ShareReports:
             least: the least samples of a worker that gets any.
             most: the most samples of a worker; 0: no limit.
             waited: returns the seconds that this worker has waited for others so far.
-            decided: records a decision: its subject, the choice, and the reason.
+            chosen: records a choice: in words, the reason, and what changes.
             name_of: returns a worker's name, given its rank.
             settle: returns once the device has finished what was begun on it; None: nothing is.
             clock: the time, in seconds; None: time.perf_counter.
         """
-        self._least, self._most, self._waited, self._decided = least, most, waited, decided
+        self._least, self._most, self._waited, self._chosen = least, most, waited, chosen
         self._name_of, self._settle, self._clock = name_of, settle, clock
         self._sampler: SharedBatches | None = None
         self.forget()
@@ -162,7 +162,7 @@ class ShareReports:
         if change.waits_for >= 0:
             name = self._name_of(change.waits_for)
             reason += f"; worker {name} takes longer than the others even for {self._least} samples"
-        self._decided("shares", f"{_in_words(change.parts)} of {self._total} samples", reason)
+        self._chosen(f"{_in_words(change.parts)} of {self._total} samples", reason, change)
 
     def _now(self) -> float:
         """Return the time, without that spent waiting for others."""

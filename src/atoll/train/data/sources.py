@@ -161,10 +161,11 @@ class DealtData:
 
 
 class NodesData:
-    """Samplers over nodes, dealt by the contributions of each (strategy `peers`)."""
+    """Samplers over nodes, dealt by the contributions of each (strategy `peers`). `least` is the least
+    samples of a device that gets any."""
 
-    def __init__(self, state: TrainingState, peers: Peers) -> None:
-        self._state, self._peers = state, peers
+    def __init__(self, state: TrainingState, peers: Peers, least: int) -> None:
+        self._state, self._peers, self._least = state, peers, least
 
     def sampler(self, dataset: Sized, order: Arguments, on_index: OnIndex) -> ShardedSampler:
         self._peers.check_alike("session.sampler", dataset, **order)
@@ -175,8 +176,9 @@ class NodesData:
     def batches(
         self, dataset: Sized, whole: int, ahead: int | None, order: Arguments, on_index: OnIndex
     ) -> PeerBatches:
-        self._peers.check_alike("session.batches", dataset, **order, ahead=ahead)
-        made = self._peers.batches(dataset, batch=whole, **order, ahead=ahead, on_index=on_index)
+        least = self._least
+        self._peers.check_alike("session.batches", dataset, **order, ahead=ahead, least=least)
+        made = self._peers.batches(dataset, least, batch=whole, **order, ahead=ahead, on_index=on_index)
         self._state.samplers.append(made)
         return made
 
