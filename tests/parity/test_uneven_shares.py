@@ -83,6 +83,7 @@ def train(
     dtype: torch.dtype,
     address: str = "",
     memory: Memory | None = None,
+    costs: list[int] | None = None,
 ) -> Result:
     """The parameters after each step, and the sizes of this worker's batches.
 
@@ -98,7 +99,7 @@ def train(
             stack.enter_context(served_worker(address, place.rank))
             joins = {}
         patch.setattr(time, "perf_counter", lambda: real() + ahead[0])
-        _train(joins, how, slower, fetches, dtype, data, ahead, trajectory, sizes, memory)
+        _train(joins, how, slower, fetches, dtype, data, ahead, trajectory, sizes, memory, costs)
     return trajectory, sizes
 
 
@@ -113,12 +114,13 @@ def _train(
     trajectory: list[np.ndarray[Any, Any]],
     sizes: list[int],
     memory: Memory | None,
+    costs: list[int] | None,
 ) -> None:
     with atoll.join(how, **joins) as session:
         model, optimizer = make(dtype)
         session.prepare(model, optimizer, memory=memory)
         assert len(session._state.tiers) == (memory is not None)
-        loader = DataLoader(data, batch_sampler=session.batches(data, seed=4))
+        loader = DataLoader(data, batch_sampler=session.batches(data, seed=4, cost=costs))
         for epoch in range(EPOCHS):
             for x, y in fetched(loader, fetches):
                 optimizer.zero_grad()
@@ -214,6 +216,15 @@ def check_follow(steps: list[tuple[int, ...]], world: int) -> None:
         assert latest[slow] == min(latest), steps
         assert latest[slow] <= BATCH // world // 2, steps
         assert min(latest) >= 2
+
+
+@pytest.mark.parametrize("shares", ["even", "auto"])
+def test_parts_by_cost_are_those_of_one_process_too(pool: WorkerPool, shares: str) -> None:
+    costs = torch.randint(1, 50, (LENGTH,), generator=torch.Generator().manual_seed(6)).tolist()
+    arguments = (config(shares), (4.0, 1.0, 1.0), 0, torch.float64, "", None, costs)
+    steps = compare(pool.run(train, *arguments, world=3), torch.float64)
+    assert len(set(steps)) > 10  # each batch is cut elsewhere
+    assert min(map(min, steps)) >= 2
 
 
 def test_parts_that_are_given_hold_from_the_first_step(pool: WorkerPool) -> None:

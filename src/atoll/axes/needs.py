@@ -638,6 +638,15 @@ def _of_calls() -> Iterator[Need]:
         UserError,
     )
 
+    yield Need(
+        "costs-not-together",
+        ("call",),
+        {"call": Is("session.batches"), "data": Is("leased", "nodes"), "cost": Is(True)},
+        "session.batches: batches are dealt by cost where all workers make each step together (ring, "
+        "hierarchical, or bsp at a server); leave cost out",
+        UserError,
+    )
+
 
 TABLE: tuple[Need, ...] = tuple(_rows())
 

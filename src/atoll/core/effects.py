@@ -60,6 +60,7 @@ EFFECTS: Mapping[str, Effect] = {
     "sync.consistency": _AT_SHARDS,
     "sync.slack": Effect(SERVED, when="sync.consistency", values=("ssp",)),
     "sync.global_batch": _EVERYWHERE,
+    "sync.global_tokens": _TOGETHER,
     "sync.shares": _TOGETHER,
     "sync.least": _BY_SPEED,
     "sync.memory_cap": Effect((*_RINGS, *SERVED), when="sync.shares", values=("auto",)),

@@ -292,7 +292,7 @@ def _with_ring(config: Config, place: Place, device: torch.device, member: HubRi
         records=records,
         meter=meter,
         strategy=strategy,
-        source=DealtData(state, dealing),
+        source=DealtData(state, config.sync.least, dealing),
         make_tiers=make_tiers,
         tell_of_start=tell_of_start,
         own_group=own_group,
@@ -444,7 +444,7 @@ def _with_shards(config: Config, place: Place, device: torch.device, service: Se
     reports: ShareReports | None = None
     if together and config.sync.shares != "even":
         dealing, reports = _shares(config, entrance.name_of, device, meter, records, fixed=fixed)
-    source: SamplerSource = DealtData(state, dealing)
+    source: SamplerSource = DealtData(state, config.sync.least, dealing)
     if not together:
         # In ssp, and at a site, others may wait for this worker to go on, so it must not wait for data.
         waits = config.sync.consistency == "asp" and not service.site

@@ -40,7 +40,7 @@ class SharedBatches(Protocol):
     def epoch(self) -> int:
         """The epoch under way."""
 
-    def under_way(self) -> tuple[int, int]:
+    def under_way(self) -> tuple[int, float]:
         """Return the ticks that backwards have used in this iteration, and their samples."""
 
 
