@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.core.config import Sync
-from atoll.core.errors import UserError
+from atoll.core.config import Sync, load_config
+from atoll.core.errors import ConfigError, UserError
 from atoll.groups.shares import even, scaled
 from atoll.train.data.costs import Costs, batch_of, cut_by_cost
 from atoll.train.data.sampler import BatchesSampler
@@ -131,3 +131,9 @@ def test_a_batch_of_tokens_has_as_many_samples_as_come_to_them_on_the_average() 
         batch_of(Sync(global_tokens=6400), None)
     with pytest.raises(UserError, match=r"write --set sync.global_batch=256"):
         batch_of(Sync(), costs)
+
+
+def test_a_batch_by_samples_and_by_tokens_is_refused_in_one_line() -> None:
+    with pytest.raises(ConfigError, match="both say how large a step is: give one") as caught:
+        load_config(settings=["sync.global_batch=32", "sync.global_tokens=4096"], environment={})
+    assert "\n" not in str(caught.value)
