@@ -172,7 +172,7 @@ FACTS = {
     "defined": "where the optimizer's class is defined, if no other process can import it there",
     "setting": "a value in the optimizer's param groups that is no plain value",
     "call": "what the script calls",
-    "data": "how the script gets data: `dealt`, `leased` or by `nodes`, or its `own`",
+    "data": "how the script gets data: `dealt`, `leased`, by `nodes`, or its `own`",
     "drop_last": "an argument of the call",
 }
 _STORES = {

@@ -435,7 +435,6 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         "session.sampler: with leased data every sample counts",
         "leave drop_last out",
     ),
-<<<<<<< HEAD
     "own-data-groups": (
         Choices({**OWN_DATA, "group": "ring", "sync": "asp", "sync.consistency": "asp"}),
         "session.epoch_of: under sync.consistency asp groups move between epochs of their workers' own data",
@@ -445,12 +444,11 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         Choices({**OWN_DATA, "site": "a"}),
         "session.epoch_of: sites do not tell one another where their workers' own data ends",
         "let session.sampler(dataset) deal the data",
-=======
+    ),
     "costs-not-together": (
         Choices({"call": "session.batches", "data": "leased", "cost": True}),
         "session.batches: batches are dealt by cost where all workers make each step together",
         "leave cost out",
->>>>>>> 70ad512b (Parts of a batch by the costs of samples, and batches by tokens)
     ),
 }
 _OTHER_VALUES = {
