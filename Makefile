@@ -58,6 +58,7 @@ bench: $(READY)
 	@for script in benchmarks/overhead.py benchmarks/step.py benchmarks/ring.py benchmarks/ring_order.py benchmarks/footprint.py \
 			benchmarks/server.py benchmarks/hub_scale.py benchmarks/many.py benchmarks/strangers.py \
 			benchmarks/consistency.py benchmarks/lab.py benchmarks/survival.py benchmarks/shares.py benchmarks/uneven.py \
+			benchmarks/losstime.py \
 			benchmarks/readiness.py benchmarks/journal.py benchmarks/staleness.py benchmarks/stragglers.py \
 			benchmarks/links.py benchmarks/udp.py benchmarks/fec.py benchmarks/transport.py benchmarks/tunnel.py \
 			benchmarks/wan.py benchmarks/wantrain.py benchmarks/incast.py benchmarks/fairness.py \

@@ -2,16 +2,26 @@
 
     python benchmarks/uneven.py [--quick]
 
-Computing is emulated by sleeping for each sample: 2 ms at full speed. In the same processes, one after the
-other: DistributedDataParallel with even batches, and Atoll's ring with `sync.shares` even and auto. What
-counts is the part of the workers' sum of speeds that is used: samples a second, over what the workers would
-compute together if nobody waited. Cases: equal workers; one of four at a quarter of the speed; one of four
-that slows down by half in the middle, whose first ten iterations afterwards do not count; eight workers from
-0.1 to 0.9. The first iterations, in which shares are found, do not count either.
+Computing is emulated by sleeping for each sample: 5 ms at full speed, 64 samples a worker. In the same
+processes, one after the other: DistributedDataParallel with even batches, and Atoll's ring with
+`sync.shares` even and auto. What counts is the part of the workers' sum of speeds that is used: samples a
+second, over what the workers would compute together if nobody waited. Cases: equal workers; one of four at a
+quarter of the speed; one of four that shares a core with three busy processes, and computes where the others
+sleep; one of four that slows down by half in the middle, whose first ten iterations afterwards do not count;
+eight workers from 0.1 to 0.9. The first iterations, in which shares are found, do not count either.
+
+The sum of speeds counts the emulated computing alone. Forward, backward, the loader and the reduction of the
+little model, on cores that all workers share, cost some milliseconds more in each iteration, which DDP pays
+too: "equal" shows what is left to the others. So an iteration is long (0.3 s) beside them, and batches are
+large enough for parts in whole samples to come close to the speeds.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,20 +41,24 @@ from atoll.core.config import Config, Sync
 from atoll.train.api.place import Place
 from common import leave_group, measured_by, options, output_folder, recorded, write_results
 
-EACH = 0.002  # seconds for a sample at full speed
-OF_WORKER = 32  # samples, on the average
+EACH = 0.005  # seconds for a sample at full speed
+OF_WORKER = 64  # samples, on the average
 LEFT_OUT = 10  # iterations at the beginning, and after a change of speeds, that do not count
+STEPS = {"DDP": 30, "even": 30, "auto": 80}  # with even batches an iteration is as long as any other
+QUICK_STEPS = {"DDP": 24, "even": 24, "auto": 32}
+TURNS = 3
 FEATURES = 64
-KINDS = ("DDP", "even", "auto")
 
 
 @dataclass(frozen=True)
 class Case:
-    """The workers' speeds; after half of the iterations, `later`."""
+    """The workers' speeds; after half of the iterations, `later`. With `neighbours` the last worker computes
+    on a core that it shares with so many busy processes, which make its speed."""
 
     name: str
     speeds: tuple[float, ...]
     later: tuple[float, ...] = ()
+    neighbours: int = 0
 
     def speed(self, rank: int, half: int) -> float:
         """Return a worker's speed in the first half of the iterations, or in the second."""
@@ -54,10 +68,38 @@ class Case:
         """Return the samples a second that the workers compute together."""
         return sum(self.speed(rank, half) for rank in range(len(self.speeds))) / EACH
 
+    def compute(self, rank: int, half: int, samples: int) -> None:
+        """Take as long as this worker's computing of so many samples does."""
+        if not self.neighbours or rank < len(self.speeds) - 1:
+            time.sleep(EACH * samples / self.speed(rank, half))
+            return
+        until = time.thread_time() + EACH * samples
+        while time.thread_time() < until:
+            pass
+
+    @contextlib.contextmanager
+    def surrounded(self, rank: int) -> Iterator[None]:
+        """Within it the last worker has its neighbours, and the other workers are on other cores."""
+        if not self.neighbours:
+            yield
+            return
+        cores, is_last = sorted(os.sched_getaffinity(0)), rank == len(self.speeds) - 1
+        os.sched_setaffinity(0, cores[-1:] if is_last else cores[:-1])
+        busy = [sys.executable, "-c", "while True: pass"]
+        beside = [subprocess.Popen(busy) for _ in range(self.neighbours if is_last else 0)]
+        try:
+            yield
+        finally:
+            for each in beside:
+                each.kill()
+                each.wait()
+            os.sched_setaffinity(0, cores)
+
 
 CASES = (
     Case("equal", (1.0,) * 4),
     Case("one at a quarter", (1.0, 1.0, 1.0, 0.25)),
+    Case("one with busy neighbours", (1.0, 1.0, 1.0, 0.25), neighbours=3),
     Case("one slows down by half", (1.0,) * 4, (1.0, 1.0, 1.0, 0.5)),
     Case("eight from 0.1 to 0.9", (0.1, 0.2, 0.3, 0.45, 0.55, 0.7, 0.8, 0.9)),
 )
@@ -80,7 +122,7 @@ def train(
         x, y = next(batches)
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(forward(x), y)
-        time.sleep(EACH * len(x) / case.speed(rank, half))
+        case.compute(rank, half, len(x))
         loss.backward()
         optimizer.step()
         first = steps // 2 if half and case.later else 0
@@ -121,11 +163,14 @@ def work(output: Path, quick: bool) -> None:
     dist.init_process_group("gloo")
     measured: dict[str, dict[str, list[float]]] = {}
     for case in (case for case in CASES if len(case.speeds) == dist.get_world_size()):
-        measured[case.name] = {kind: [] for kind in KINDS}
-        for turn in range(1 if quick else 3):
-            for kind in KINDS:
-                dist.barrier()
-                measured[case.name][kind].append(used_by(kind, case, 48 if quick else 200, turn))
+        if case.neighbours and len(os.sched_getaffinity(0)) < 2:
+            continue
+        measured[case.name] = {kind: [] for kind in STEPS}
+        with case.surrounded(dist.get_rank()):
+            for turn in range(1 if quick else TURNS):
+                for kind, steps in (QUICK_STEPS if quick else STEPS).items():
+                    dist.barrier()
+                    measured[case.name][kind].append(used_by(kind, case, steps, turn))
     if dist.get_rank() == 0:
         output.write_bytes(msgspec.json.encode(measured))
     leave_group()

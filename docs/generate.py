@@ -147,6 +147,7 @@ FACTS = {
     "hub": "the address of the hub; empty without one",
     "shards": "the number of shards of the run that a worker joins",
     "sites": "the sites of that run",
+    "cost": "whether `session.batches` is given the samples' costs",
     "site": "the worker's site, where the run has shards for sites",
     "nodes differ": "whether the hub introduces another number of nodes",
     "several machines": "whether a node's devices are on several machines",
@@ -171,7 +172,7 @@ FACTS = {
     "defined": "where the optimizer's class is defined, if no other process can import it there",
     "setting": "a value in the optimizer's param groups that is no plain value",
     "call": "what the script calls",
-    "data": "how the script gets data: `dealt`, `leased`, or its `own`",
+    "data": "how the script gets data: `dealt`, `leased`, by `nodes`, or its `own`",
     "drop_last": "an argument of the call",
 }
 _STORES = {

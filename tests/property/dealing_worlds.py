@@ -17,14 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from atoll.groups.shares import even
+from atoll.groups.shares import even, scaled
 from atoll.store.leases import Leases
 from atoll.train.data.leased_sampler import LeasedSampler
 from atoll.train.data.order import SampleOrder
 from atoll.train.data.peersdealing import AHEAD, PeerDeal
 from atoll.train.data.runs import Item
 from atoll.train.data.sampler import BatchesSampler, DealtSampler, ShardedSampler
-from atoll.train.data.shares import Shares, ShareSchedule, split
+from atoll.train.data.shares import Shares, ShareSchedule
 from atoll.wire.messages import Lease, Leased, Used
 
 
@@ -183,10 +183,9 @@ def drawn_shares(seed: int) -> Shares:
 
     def shares(tick: int, samples: int, members: Sequence[int]) -> list[int]:
         rng = random.Random(f"{seed}, {tick}, {len(members)}")
-        weights = {member: rng.choice([0.0, 0.2, 1.0, 3.0]) for member in members}
-        if not sum(weights.values()):
-            weights = dict.fromkeys(members, 1.0)
-        return list(split(samples, weights).values())
+        weights = np.array([rng.choice([0, 1, 5, 15]) for _ in members])
+        parts: list[int] = scaled(weights if weights.any() else weights + 1, samples).tolist()
+        return parts
 
     return shares
 
@@ -307,13 +306,14 @@ class Nodes:
         dies: dict[int, int],
         ahead: int = AHEAD,
         uneven: float = 0.0,
+        least: int = 1,
     ) -> None:
         self.random = random.Random(seed)
         self.length, self.stale_max, self.per, self.dies = length, stale_max, per, dies
         self.ahead, self.uneven, self.seed = max(ahead, per - 1), uneven, seed
         self.paces = {node: self.random.choice([0.1, 0.2, 0.5, 1.0]) for node in range(nodes)}
         self.deals = {
-            node: PeerDeal([(0, 0, length)], batch, range(nodes), stale_max, ahead=self.ahead)
+            node: PeerDeal([(0, 0, length)], batch, range(nodes), stale_max, ahead=self.ahead, least=least)
             for node in range(nodes)
         }
         self.told = dict.fromkeys(range(nodes), 0)  # iterations that a node knows to be applied

@@ -17,7 +17,6 @@ from atoll.core.errors import UserError
 from atoll.train.data.peersdealing import AHEAD, Fact, PeerDeal, weights_by
 from atoll.train.data.peerssampler import PeerBatches
 from atoll.train.data.runs import Item
-from atoll.train.data.shares import split
 
 worlds = st.builds(
     Nodes,
@@ -132,12 +131,15 @@ def test_after_an_earlier_checkpoint_was_loaded_who_is_lost_is_seen_and_its_part
     assert len(trained) == 1000
 
 
-@given(st.integers(0, 300), st.dictionaries(st.integers(0, 9), st.floats(0.001, 1000), min_size=1))
-def test_a_split_is_whole_and_fair(size: int, weights: dict[int, float]) -> None:
-    parts = split(size, weights)
-    assert sum(parts.values()) == size
-    whole = sum(weights.values())
-    assert all(abs(part - size * weights[node] / whole) < 1 for node, part in parts.items())
+@pytest.mark.parametrize(("batch", "slow"), [(40, 2), (6, 2), (5, 1)])
+def test_a_slow_node_gets_the_least_samples_if_a_batch_has_them_for_all(batch: int, slow: int) -> None:
+    world = Nodes(7, length=80 * batch, batch=batch, nodes=3, stale_max=4, per=1, dies={}, ahead=0, least=2)
+    world.paces = {0: 0.1, 1: 0.1, 2: 2.0 if batch > 5 else 0.3}  # parts of 1 or less, without a least
+    world.run(1)
+    dealt = world.deals[0].tick(world.deals[0].used - 1)
+    assert dealt is not None
+    assert dealt.parts[2] == slow
+    assert sum(dealt.parts.values()) == batch
 
 
 def test_speeds_count_once_all_are_known() -> None:

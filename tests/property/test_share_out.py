@@ -91,6 +91,8 @@ def test_scaled_parts_are_the_least_or_none(parts, total, least):
     assert (found > 0).sum() <= max(1, total // least)
     assert total < least or all(part == 0 or part >= least for part in found)
     assert not found[np.array(parts) == 0].any()
+    if total >= least * np.count_nonzero(parts):
+        assert np.count_nonzero(found) == np.count_nonzero(parts)
 
 
 def test_even_parts_are_those_of_a_deal_without_shares():

@@ -187,6 +187,23 @@ def test_where_groups_contribute_an_iterations_workers_are_told_whose_gradients_
             log.handle_step(worker, say(worker + 1, iteration))
 
 
+def test_an_iterations_workers_hear_of_one_anothers_speed_and_again_from_a_log_that_was_restored() -> None:
+    log = log_of("bsp", workers=3)
+    said = {
+        0: {4: [0.5, 8.0, 3.0, 1.0, 9.0, 7.0], 7: [0.25, 8.0, 3.0, 1.0]},
+        1: {},
+        2: {2: [1.0, 2.0, 3.0, 1.0]},
+    }
+    for worker, speeds in said.items():
+        log.handle_staged(0, worker, worker + 1, 0)
+        own = msgspec.structs.replace(commit(worker + 1, 0), speeds=speeds)
+        outcome = log.handle_commit(worker, own)
+    expected = Committed(iteration=0, workers=[0, 1, 2], speeds={**said[0], **said[2]})
+    assert [reply.message for reply in outcome.replies] == [expected] * 3
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(log), type=CommitLog)
+    assert again.handle_commit(2, own).replies[0].message == expected
+
+
 def test_a_contributor_is_told_its_own_grouping_and_the_latest_answer_again() -> None:
     log = log_of("asp")
     for iteration, grouping in ((0, 1), (1, 2)):

@@ -23,6 +23,7 @@ OTHER = {
     "run.elastic": "true", "run.directory": "records", "run.readable": "all", "run.ring_order": "natural",
     "chunks.size": "1MiB", "sync.timeout": "1min",
     "sync.nonfinite": "skip", "sync.consistency": "ssp", "sync.slack": "2", "sync.global_batch": "32",
+    "sync.global_tokens": "4096",
     "sync.shares": "auto", "sync.least": "1", "sync.memory_cap": "64",
     "sync.lazy": "true", "sync.uplink": "leader", "sync.staleness": "rate", "sync.compensation": "0.1",
     "sync.pipeline": "1", "sync.codec": "bfloat16", "sync.stale_max": "2", "sync.overlay": "own",

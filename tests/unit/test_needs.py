@@ -316,10 +316,10 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         "memory.step: with atoll.memory.over chunks are stepped in host memory",
         "leave it at auto, or write host",
     ),
-    "shares-budgets": (
-        under_budgets("ring", ["sync.shares=auto"]),
-        "sync.shares auto needs each worker's speed, which a model in budgets of memory does not report",
-        "or leave [memory] out",
+    "shares-sites": (
+        Choices({"sync.shares": "auto", "sync": "bsp", "site": "paris"}),
+        "sync.shares auto needs the speeds of all workers, and a site's shard hears of its own alone",
+        "or set sync.shares to even",
     ),
     "second-model": (
         Choices({"sync": "peers", "models": 1, "run.strategy": "peers"}),
@@ -444,6 +444,11 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         Choices({**OWN_DATA, "site": "a"}),
         "session.epoch_of: sites do not tell one another where their workers' own data ends",
         "let session.sampler(dataset) deal the data",
+    ),
+    "costs-not-together": (
+        Choices({"call": "session.batches", "data": "leased", "cost": True}),
+        "session.batches: batches are dealt by cost where all workers make each step together",
+        "leave cost out",
     ),
 }
 _OTHER_VALUES = {

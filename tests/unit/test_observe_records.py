@@ -19,6 +19,7 @@ from atoll.core.events import (
     Failed,
     Finished,
     Logged,
+    SharesChosen,
     Skipped,
     Started,
     StepDone,
@@ -28,8 +29,9 @@ from atoll.core.events import (
 from atoll.observe import journal as journal_module
 from atoll.observe.journal import FLUSH_SECONDS, Journal, JournalReader
 from atoll.observe.metrics import LATE_SECONDS, Line, Merger, read_lines
-from atoll.observe.progress import plain_line
+from atoll.observe.progress import describe_event, plain_line
 from atoll.observe.recorder import MOST_EVENTS, Recorder
+from atoll.observe.report import draw
 from atoll.observe.rundir import RunDirectory
 from atoll.observe.summary import read_summary
 
@@ -252,6 +254,24 @@ class TestRecorder:
         assert [event["event"] for event in summary["events"]] == ["decided"]
         assert [line.iteration for line in read_lines(run.metrics)] == [1, 2, 3]
         assert read_summary(run.summary).waiting_share == pytest.approx(0.25)
+
+    def test_shares_are_shown_with_their_speeds_and_reasons(self, run: RunDirectory) -> None:
+        recorder = Recorder(run, 2, "ring")
+        for number, parts in enumerate(({0: 20, 1: 12}, {0: 24, 1: 8})):
+            what = {"what": "shares", "choice": f"{parts[0]}, {parts[1]} of 32 samples", "reason": "speed"}
+            speeds = {0: 480.0, 1: 160.0 + number}
+            write(run, SharesChosen(time=100.0 + number, worker=0, parts=parts, speeds=speeds, **what))
+        news = recorder.poll()
+        assert [describe_event(event) for event in news] == [
+            "shares: 20, 12 of 32 samples (speed)",
+            "shares: 24, 8 of 32 samples (speed)",
+        ]
+        assert recorder.status().parts == [24, 8]
+        recorder.close()
+        summary = read_summary(run.summary)
+        assert [(each.part, each.speed) for each in summary.each_worker] == [(24, 480.0), (8, 161.0)]
+        assert [event["reason"] for event in summary.events] == ["speed", "speed"]
+        assert draw(run).stat().st_size > 10_000
 
     def test_an_end_that_was_passed_is_none(self, run: RunDirectory) -> None:
         """Workers that lease expect their share of an epoch, and a faster one is given more than that."""

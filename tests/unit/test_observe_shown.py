@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,14 @@ def test_a_plain_line_has_everything() -> None:
         "step 1,200 of 3,000 · loss 1.235 · bad nan · 512 samples/s · 3.0 GiB sent (2.0 MiB/s) · "
         "12% waiting · 3 min 45 s left"
     )
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [([79, 79, 79, 19], "parts 79, 79, 79, 19"), ([9, 4, 40, 8, 8], "parts 4 to 40")],
+)
+def test_a_plain_line_has_the_workers_parts_of_a_batch(parts: list[int], words: str) -> None:
+    assert f"12% waiting · {words} · 3 min" in plain_line(replace(STATUS, parts=parts))
 
 
 def test_alone_and_without_an_end_in_sight() -> None:

@@ -35,9 +35,13 @@ class Batches:
 
 
 class Crew:
-    """Workers with a clock each; `each` has a worker's seconds for a sample."""
+    """Workers with a clock each; `each` has a worker's seconds for a sample.
 
-    def __init__(self, each: list[float], ahead: list[int]) -> None:
+    They hear of one another over a ring, or else `by_log`.
+    """
+
+    def __init__(self, each: list[float], ahead: list[int], *, by_log: bool = False) -> None:
+        self._by_log = by_log
         self.each, self.now, self.lines = each, [0.0] * len(each), list[str]()
         self.batches = [Batches(rank, len(each), fetches) for rank, fetches in enumerate(ahead)]
         self.reports = [self._report(rank) for rank in range(len(each))]
@@ -49,7 +53,7 @@ class Crew:
             least=1,
             most=0,
             waited=lambda: 0.0,
-            decided=lambda *line: self.lines.append(" ".join(line)),
+            chosen=lambda choice, reason, _change: self.lines.append(f"shares {choice} {reason}"),
             name_of=lambda rank: rank + 10,
             clock=lambda: self.now[rank],
         )
@@ -60,6 +64,14 @@ class Crew:
         for rank, size in enumerate(sizes):
             self.now[rank] += self.each[rank] * size
         world = len(sizes)
+        if self._by_log:
+            told = {rank + 10: report.report() for rank, report in enumerate(self.reports)}
+            self.now = [max(self.now)] * world
+            assert told == {rank + 10: report.report() for rank, report in enumerate(self.reports)}
+            for rank, report in enumerate(self.reports):
+                report.heard_each(told, rank + 10)
+            self._made()
+            return sizes
         said = [report.said(rank, world) for rank, report in enumerate(self.reports)]
         self.now = [max(self.now)] * world
         # What a ring that broke has asked for again is what was said before.
@@ -67,13 +79,17 @@ class Crew:
         summed = [sum(each) for each in zip(*said, strict=True)]
         for rank, report in enumerate(self.reports):
             report.heard(summed, rank)
-        for batches in self.batches:
-            batches.made += 1
+        self._made()
         return sizes
 
+    def _made(self) -> None:
+        for batches in self.batches:
+            batches.made += 1
 
-def test_shares_follow_what_is_reported_and_add_up_with_unlike_loaders() -> None:
-    crew = Crew([0.01, 0.01, 0.04], ahead=[0, 2, 1])
+
+@pytest.mark.parametrize("by_log", [False, True])
+def test_shares_follow_what_is_reported_and_add_up_with_unlike_loaders(by_log: bool) -> None:
+    crew = Crew([0.01, 0.01, 0.04], ahead=[0, 2, 1], by_log=by_log)
     steps = [crew.iterate() for _ in range(16)]
     assert {sum(step) for step in steps} == {TOTAL}
     assert steps[0] == [22, 21, 21]
@@ -89,6 +105,22 @@ def test_nothing_is_said_before_there_are_batches() -> None:
     report = Crew([1.0, 1.0], [0, 0])._report(0)
     assert not any(report.said(0, 2))
     report.heard(report.said(0, 2), 0)
+    assert report.report() == []
+    report.heard_each({}, 10)
+
+
+def test_an_iteration_without_some_worker_changes_nothing() -> None:
+    """As the log answers it where a worker was lost."""
+    crew = Crew([0.01, 0.01, 0.04], ahead=[0, 0, 0], by_log=True)
+    for _ in range(2):
+        crew.iterate()
+    for _ in range(8):
+        for batches in crew.batches:
+            batches.next()
+        told = {rank + 10: crew.reports[rank].report() for rank in (0, 2)}
+        for rank in (0, 2):
+            crew.reports[rank].heard_each(told, rank + 10)
+    assert not crew.lines
 
 
 def test_a_choice_waits_for_a_worker_that_is_in_the_next_epoch_already() -> None:

@@ -464,11 +464,11 @@ def _of_models() -> Iterator[Need]:
         PrepareError,
     )
     yield Need(
-        "shares-budgets",
+        "shares-sites",
         prepare,
-        {"sync.shares": Is("auto"), "run.strategy": Is("ring", "hierarchical"), "memory.device": Given()},
-        "sync.shares auto needs each worker's speed, which a model in budgets of memory does not report: "
-        "give each worker's part in its place, or leave [memory] out",
+        {"sync.shares": Is("auto"), "sync": Is("bsp"), "site": Given()},
+        "sync.shares auto needs the speeds of all workers, and a site's shard hears of its own alone: give "
+        "each worker's part in its place, or set sync.shares to even",
     )
     yield Need(
         "second-model",
@@ -635,6 +635,15 @@ def _of_calls() -> Iterator[Need]:
         ("call",),
         {**own, "site": Given()},
         f"session.epoch_of: sites do not tell one another where their workers' own data ends; {deal}",
+        UserError,
+    )
+
+    yield Need(
+        "costs-not-together",
+        ("call",),
+        {"call": Is("session.batches"), "data": Is("leased", "nodes"), "cost": Is(True)},
+        "session.batches: batches are dealt by cost where all workers make each step together (ring, "
+        "hierarchical, or bsp at a server); leave cost out",
         UserError,
     )
 

@@ -156,11 +156,14 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         global_batch: Samples of all workers in a step, for `session.batches`, which gives each worker its
             share, however many workers there are. Strategy `peers`: in proportion to the nodes' speeds. 0:
             none.
-        shares: Strategies `ring` and `hierarchical`: the parts of a batch of `session.batches`. `even`: all
-            workers' alike. `auto`: by the workers' speeds, as measured, so that all finish at the same time
-            ([shares.md](shares.md)). Or each worker's part, which sum to 1: `{ 0 = 0.6, 1 = 0.4 }`.
-        least: With `sync.shares` other than `even`: the least samples of a worker that gets any. BatchNorm
-            needs 2.
+        global_tokens: In place of `sync.global_batch`: the tokens of all workers in a step, on the average,
+            by the numbers that `session.batches(..., cost=lengths)` gets. 0: none.
+        shares: Strategies `ring` and `hierarchical`, and with bsp `server` and `ps-hra`: the parts of a
+            batch of `session.batches`. `even`: all workers' alike. `auto`: by the workers' speeds, as
+            measured, so that all finish at the same time ([shares.md](shares.md)). Or each worker's part,
+            which sum to 1: `{ 0 = 0.6, 1 = 0.4 }`.
+        least: With `sync.shares` other than `even`, and under `peers`: the least samples of a worker that
+            gets any. BatchNorm needs 2.
         memory_cap: With `sync.shares` `auto`: the most samples of a worker. 0: no limit.
         lazy: Strategy `server`: `step()` returns at once, and the next forward waits for the new parameters.
         uplink: Strategy `ps-hra`: the workers of a group that talk to the shards: the `leader`, drawn anew
@@ -193,6 +196,7 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     consistency: Consistency = "bsp"
     slack: Annotated[int, msgspec.Meta(ge=0)] = 4
     global_batch: Annotated[int, msgspec.Meta(ge=0, lt=2**53)] = 0
+    global_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**53)] = 0
     shares: str | dict[str, float] = "even"
     least: Annotated[int, msgspec.Meta(ge=1)] = 2
     memory_cap: Annotated[int, msgspec.Meta(ge=0)] = 0
@@ -538,6 +542,10 @@ def _convert(table: dict[str, Any], where: str) -> Config:
                 option.check(getattr(getattr(config, section), key))
             except ConfigError as error:
                 raise ConfigError(f"{where}: {section}.{key}: {error}") from None
+    if config.sync.global_batch and config.sync.global_tokens:
+        raise ConfigError(
+            f"{where}: sync.global_batch and sync.global_tokens both say how large a step is: give one"
+        )
     try:
         _check_shares(config.sync.shares)
     except ConfigError as error:

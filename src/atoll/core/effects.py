@@ -36,6 +36,8 @@ _LATE_AT_SHARDS = Effect(SERVED, when="sync.consistency", values=("ssp", "asp"))
 _OF_GROUPS = Effect(("ps-hra",))
 _OF_PEERS = Effect(("peers",))
 _OF_RINGS = Effect(_RINGS)
+_TOGETHER = Effect((*_RINGS, *SERVED), when="sync.consistency", values=("bsp",))  # all make each iteration
+_BY_SPEED = Effect((*_TOGETHER.strategies, "peers"), when="sync.consistency", values=("bsp",))
 _LOSSY = Effect(SERVED, when="link.transport", values=("ltp",))
 
 # Under a strategy of another package these keys act as under `server`, all others as under `hierarchical`.
@@ -58,9 +60,10 @@ EFFECTS: Mapping[str, Effect] = {
     "sync.consistency": _AT_SHARDS,
     "sync.slack": Effect(SERVED, when="sync.consistency", values=("ssp",)),
     "sync.global_batch": _EVERYWHERE,
-    "sync.shares": _OF_RINGS,
-    "sync.least": _OF_RINGS,
-    "sync.memory_cap": Effect(_RINGS, when="sync.shares", values=("auto",)),
+    "sync.global_tokens": _TOGETHER,
+    "sync.shares": _TOGETHER,
+    "sync.least": _BY_SPEED,
+    "sync.memory_cap": Effect((*_RINGS, *SERVED), when="sync.shares", values=("auto",)),
     "sync.lazy": Effect(("server",)),
     "sync.uplink": _OF_GROUPS,
     "sync.staleness": _LATE_AT_SHARDS,

@@ -79,6 +79,13 @@ class Decided(Event, frozen=True):
     reason: str
 
 
+class SharesChosen(Decided, frozen=True):
+    """A choice of each worker's samples of a global batch, with its speed in samples a second, by worker."""
+
+    parts: dict[int, int]
+    speeds: dict[int, float]
+
+
 class RoundSeen(Event, frozen=True):
     """A synchronisation round of strategy peers began, ended or was refused, or a contribution was fetched.
 
@@ -328,6 +335,7 @@ AnyEvent = Union[
     StepDone,
     Logged,
     Decided,
+    SharesChosen,
     RoundSeen,
     Regrouped,
     LinkSeen,

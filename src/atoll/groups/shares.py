@@ -73,26 +73,29 @@ class SpeedModel:
     def observe(self, seconds: Floats, samples: Floats) -> None:
         """Take an iteration of each worker; 0 seconds or 0 samples: nothing is known of this one."""
         there = (seconds > 0) & (samples > 0) & np.isfinite(seconds)
-        seconds, samples = np.where(there, seconds, 1.0), np.where(there, samples, 1.0)
+        all_there = bool(there.all())
+        if not all_there:
+            seconds, samples = np.where(there, seconds, 1.0), np.where(there, samples, 1.0)
         expected = self.seconds_for(samples)
         # How far the seconds may be off for a size that is new: as far as the line's slope is unknown.
         unsure = self._unsure * np.abs(samples - self._samples)
-        ratio = np.maximum(seconds / np.maximum(expected + unsure, 1e-300), 1.0)
-        lower = np.maximum(expected - unsure, 1e-300)
-        ratio = np.where(seconds < lower, seconds / lower, ratio)
-        slower, faster = ratio > _ODD, ratio < 1 / _ODD
-        counts = there & (self._weight > 0)
-        odd = counts & (slower | faster)
-        if odd.any():
+        slower, lower = seconds > _ODD * (expected + unsure), expected - unsure
+        odd = (slower | (_ODD * seconds < lower)) & there & (self._weight > 0)
+        any_odd = bool(odd.any())
+        if any_odd:
             which = np.flatnonzero(odd)
-            self._note_odd(which, np.where(slower[which], 1, -1), ratio[which])
-        self._odd[there & ~odd] = 0
-        usual = counts & ~odd
-        if usual.any():
-            off = (seconds[usual] / np.maximum(expected[usual], 1e-300) - 1) ** 2
-            self._noise += (1 - _KEPT) * (float(off.mean()) - self._noise)
-        self._add(there & ~odd, seconds, samples)
+            usual = np.where(slower[which], expected[which] + unsure[which], lower[which])
+            self._note_odd(which, np.where(slower[which], 1, -1), seconds[which] / usual)
+        self._note_noise(seconds, expected, there & ~odd & (self._weight > 0))
+        every = all_there and not any_odd  # nearly always
+        self._odd[slice(None) if every else there & ~odd] = 0
+        self._add(None if every else there & ~odd, seconds, samples)
         self._fit()
+
+    def _note_noise(self, seconds: Floats, expected: Floats, usual: NDArray[np.bool_]) -> None:
+        off = np.square(seconds / np.where(usual, expected, seconds) - 1)
+        if number := np.count_nonzero(usual):
+            self._noise += (1 - _KEPT) * (float(off.sum(where=usual)) / number - self._noise)
 
     def _note_odd(self, which: Whole, way: Whole, ratio: Floats) -> None:
         """Count odd iterations of some workers; where they last, scale the seconds by their median ratio."""
@@ -107,14 +110,17 @@ class SpeedModel:
             self._products[lasting] *= factor
             self._odd[lasting] = 0
 
-    def _add(self, where: NDArray[np.bool_], seconds: Floats, samples: Floats) -> None:
-        self._counted += where
+    def _add(self, where: NDArray[np.bool_] | None, seconds: Floats, samples: Floats) -> None:
+        """Add iterations `where` there are any; None: everywhere."""
         before = _KEPT * self._weight
-        weight = np.where(where, before + 1, self._weight)
-        part = np.where(where, 1 / np.maximum(weight, 1), 0.0)
+        weight = before + 1
+        part = 1 / weight
+        spread, kept = before * part, np.array(_KEPT)
+        if where is not None:
+            weight, part = np.where(where, weight, self._weight), np.where(where, part, 0.0)
+            spread, kept = np.where(where, spread, 0.0), np.where(where, _KEPT, 1.0)
+        self._counted += 1 if where is None else where
         more_samples, more_seconds = samples - self._samples, seconds - self._seconds
-        spread = np.where(where, before * part, 0.0)
-        kept = np.where(where, _KEPT, 1.0)
         self._squares = kept * self._squares + spread * more_samples**2
         self._products = kept * self._products + spread * more_samples * more_seconds
         self._samples = self._samples + part * more_samples
@@ -125,8 +131,9 @@ class SpeedModel:
         """Fit a line through each worker's iterations; where sizes have not differed it goes through 0."""
         rate = self._seconds / np.maximum(self._samples, 1e-300)
         prior = _PRIOR * self._samples**2
-        slope = (self._products + prior * rate) / np.maximum(self._squares + prior, 1e-300)
-        self._unsure = rate * prior / np.maximum(self._squares + prior, 1e-300)
+        known = np.maximum(self._squares + prior, 1e-300)
+        slope = (self._products + prior * rate) / known
+        self._unsure = rate * prior / known
         self.each = np.minimum(np.maximum(slope, _LEAST_EACH * rate), rate)
         self.fixed = np.maximum(self._seconds - self.each * self._samples, 0.0)
 
@@ -212,9 +219,11 @@ class ShareChange:
         after: those of the slowest worker with it.
         slowest: the worker that is the slowest without the change.
         waits_for: the worker for which the others wait although it has the least samples; -1: none.
+        speeds: the samples a second that each worker is expected to compute with its part.
     """
 
     parts: Whole
+    speeds: Floats
     before: float
     after: float
     slowest: int
@@ -267,7 +276,7 @@ class ShareChooser:
         self._changes += 1
         others = float(np.delete(then, last).max())
         late = parts[last] <= self._least and after > others * (1 + _UNEVEN)
-        return ShareChange(parts, before, after, int(now.argmax()), last if late else -1)
+        return ShareChange(parts, parts / then, before, after, int(now.argmax()), last if late else -1)
 
 
 def even(total: int, workers: int) -> Whole:
@@ -275,20 +284,30 @@ def even(total: int, workers: int) -> Whole:
     return total // workers + (np.arange(workers) < total % workers).astype(np.int64)
 
 
-def scaled(parts: Whole, total: int, least: int = 1) -> Whole:
-    """Return parts of `total` samples in proportion to `parts`, each of at least `least` samples or none.
+def scaled(parts: Whole, total: int, least: int = 0) -> Whole:
+    """Return parts of `total` samples in proportion to `parts`, each of at least `least` samples.
 
-    Only whole numbers are computed with, so all workers find the same, whatever their processors.
+    If there are too few samples for all, some get none. Only whole numbers are computed with, so all workers
+    find the same, whatever their processors.
     """
-    found = _in_proportion(parts, total)
-    if not ((found > 0) & (found < least)).any():
+    found, takers = _in_proportion(parts, total), int((parts > 0).sum())
+    few = (parts > 0 if total >= least * takers else found > 0) & (found < least)
+    if not few.any():
         return found
-    able = min(int((parts > 0).sum()), max(1, total // least))
+    able = min(takers, max(1, total // least))
     chosen = np.sort(np.argsort(-parts, kind="stable")[:able])
     base = min(least, total // able)
-    found = np.zeros_like(parts)
-    found[chosen] = base + _in_proportion(parts[chosen], total - base * able)
-    return found
+    found, left = np.zeros_like(parts), total
+    while True:
+        some = _in_proportion(parts[chosen], left)
+        low = some < base
+        found[chosen] = np.where(low, base, some)
+        if not low.any():
+            return found
+        chosen, left = (
+            chosen[~low],
+            left - base * int(low.sum()),
+        )  # others give it
 
 
 def _in_proportion(parts: Whole, total: int) -> Whole:

@@ -26,6 +26,7 @@ from atoll.core.events import (
     Lost,
     Regrouped,
     Saved,
+    SharesChosen,
     Skipped,
     Started,
     StepDone,
@@ -44,7 +45,7 @@ _LONGEST_LINE = 2**24  # bytes of one event
 _AT_ONCE = frozenset(
     (
         *(Joining, Started, Expected, Decided, Regrouped, Skipped, Saved, Warned, Lost, Failed, Finished),
-        *(Ended, Gone),
+        *(SharesChosen, Ended, Gone),
     )
 )
 # These events reach the launcher on a full disk; the beginning and end of a process are reported anyway.

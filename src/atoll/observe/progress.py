@@ -21,6 +21,7 @@ from atoll.core.units import format_bytes, format_seconds
 from atoll.observe.recorder import Status
 
 LINE_SECONDS = 10.0  # between two plain lines
+_FEW = 4  # workers whose parts a line lists one by one
 REFRESHES_PER_SECOND = 4
 _WIDEST = 110  # columns; a longer bar tells no more
 _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
@@ -132,6 +133,10 @@ def _rates(status: Status) -> list[str]:
     if status.workers > 1:
         rates.append(f"{format_bytes(status.bytes_sent)} sent ({format_bytes(status.bytes_per_second)}/s)")
         rates.append(f"{status.waiting_share:.0%} waiting")
+    if status.parts:
+        few = len(status.parts) <= _FEW
+        said = ", ".join(map(str, status.parts)) if few else f"{min(status.parts)} to {max(status.parts)}"
+        rates.append(f"parts {said}")
     return rates
 
 

@@ -28,6 +28,7 @@ from atoll.core.events import (
     LinkSeen,
     Lost,
     Saved,
+    SharesChosen,
     Skipped,
     Started,
     StepDone,
@@ -76,6 +77,7 @@ class Status:
     steps_per_second: float = 0.0
     bytes_per_second: float = 0.0
     waiting_share: float = 0.0
+    parts: list[int] = field(default_factory=list)  # each worker's samples of a global batch, if chosen
     last: dict[str, float | None] = field(default_factory=dict)
 
     @property
@@ -189,6 +191,7 @@ class Recorder:
         self._rates = {worker: _Rates() for worker in range(workers)}
         self._iteration = self._furthest = 0
         self._expected: int | None = None
+        self._parts: list[int] = []
         self._started: set[int] = set()
         self._first, self._end = math.inf, -math.inf
         self._last: dict[str, float | None] = {}
@@ -265,6 +268,7 @@ class Recorder:
             expected=self._expected if self._furthest <= (self._expected or 0) else None,
             samples=sum(totals.samples for totals in self._totals.values()),
             bytes_sent=sum(totals.bytes_sent for totals in self._totals.values()),
+            parts=self._parts,
             last={**self._last, **self._merger.newest()},
         )
         for rates in self._rates.values():
@@ -331,6 +335,11 @@ class Recorder:
         elif isinstance(event, Started):
             self._started.add(event.worker)
             self._strategy, self._groups, totals.device = event.strategy, event.groups, event.device
+        elif isinstance(event, SharesChosen):
+            self._parts = [event.parts[worker] for worker in sorted(event.parts)]
+            for worker, part in event.parts.items():
+                each = self._totals.setdefault(worker, WorkerTotals(worker))
+                each.part, each.speed = part, event.speeds.get(worker, 0.0)
         elif isinstance(event, LinkSeen):
             self.links.take(event)
         elif isinstance(event, Expected):

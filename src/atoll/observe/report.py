@@ -211,8 +211,9 @@ def _draw_workers(panel: Axes, summary: Summary) -> None:
     panel.barh(names, waiting, left=working, color=WAITING, height=0.6)
     for row, totals in enumerate(summary.each_worker):
         share = totals.waiting / totals.seconds if totals.seconds > 0 else 0.0
+        part = f", {totals.part:,} of a batch at {totals.speed:,.4g} samples/s" if totals.part else ""
         panel.annotate(
-            f"{share:.0%} waiting",
+            f"{share:.0%} waiting{part}",
             (totals.seconds, row),
             xytext=(6, 0),
             textcoords="offset points",
@@ -220,7 +221,7 @@ def _draw_workers(panel: Axes, summary: Summary) -> None:
             fontsize=9,
         )
     panel.invert_yaxis()
-    panel.margins(x=0.14)
+    panel.margins(x=0.5 if any(totals.part for totals in summary.each_worker) else 0.14)
     plain(panel)
     panel.grid(visible=False, axis="y")
     panel.set_xlabel("seconds in steps")

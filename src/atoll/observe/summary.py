@@ -31,6 +31,8 @@ class WorkerTotals(msgspec.Struct):
     waiting: float = 0.0
     bytes_sent: int = 0
     exchange: float = 0.0  # strategy peers: seconds of work to hand gradients over and take parameters
+    part: int = 0  # sync.shares auto: its samples of a global batch, as chosen last
+    speed: float = 0.0  # and the samples a second that it computes, as measured then
 
 
 class Staleness(msgspec.Struct):

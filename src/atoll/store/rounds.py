@@ -208,6 +208,11 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
             ),
             epochs=self._mixed_epochs(),
             more=any(self.commits[worker].more for worker in self.members),
+            speeds={
+                each: report
+                for worker in self.members
+                for each, report in self.commits[worker].speeds.items()
+            },
         )
         for worker, incarnation in self.members.items():
             draft.reply(worker, incarnation, self.told)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -12,6 +12,11 @@ from atoll.core.weighing import KNOWN
 from atoll.wire.base import Count, Hyperparameters, Message, Name, Text, Used, Weight
 from atoll.wire.lost import LostBlocks
 from atoll.wire.workerstand import WorkerStand
+
+# Workers' reports on their speed (train/data/sharereports.py), by worker.
+Speeds: TypeAlias = Annotated[
+    dict[Count, Annotated[list[float], Meta(min_length=4, max_length=4100)]], Meta(max_length=4096)
+]
 
 
 class Setup(Message, frozen=True):
@@ -114,6 +119,7 @@ class Commit(Message, frozen=True):
     alike: Weight = 1.0  # its weight where all workers count equally: the number of workers in it
     members: Annotated[list[Count], Meta(max_length=4096)] = []  # of a group: whose gradients it has
     more: bool = False  # BSP: the contributor has a further batch of its own data in this epoch
+    speeds: Speeds = {}  # BSP, with `sync.shares` auto: reports of the workers whose gradients it has
 
 
 class Committed(Message, frozen=True):
@@ -127,6 +133,7 @@ class Committed(Message, frozen=True):
     with other hyperparameters, and no schedule explains them. `alike`: all workers count alike in the mean.
     `counts` is a warning about this where their counts differ. `epochs` is a warning: contributors train
     batches of different epochs together. `more`: a contributor has a further batch of its own data.
+    `speeds`: what the commits of this iteration have of them, together.
     """
 
     iteration: Count
@@ -139,6 +146,7 @@ class Committed(Message, frozen=True):
     unlike: Text = ""
     epochs: Text = ""
     more: bool = False
+    speeds: Speeds = {}
 
 
 class Step(Message, frozen=True):

@@ -18,9 +18,11 @@ from atoll.axes.cells import Cell, GroupKind, Others, cell_of, choices_in
 from atoll.axes.choices import Choices
 from atoll.axes.needs import check
 from atoll.core.config import STRATEGIES, Config
+from atoll.core.events import SharesChosen
 from atoll.core.heap import keep_freed_memory
 from atoll.core.memory import Memory
 from atoll.exchange.codecs import codec_named
+from atoll.groups.shares import ShareChange
 from atoll.tensors.stepunit import Unit, unit_of
 from atoll.train.api.device import device_of
 from atoll.train.api.meter import Meter
@@ -247,7 +249,9 @@ def _with_ring(config: Config, place: Place, device: torch.device, member: HubRi
     dealing: MakesSchedules | None = None
     reports: ShareReports | None = None
     if ring is not None and replicas is None and config.sync.shares != "even":
-        dealing, reports = _shares(config, ring, device, meter, records, fixed=member is None)
+        dealing, reports = _shares(
+            config, lambda rank: ring.place.name_of(rank), device, meter, records, fixed=member is None
+        )
 
     def tell_of_start() -> None:
         if member is not None:
@@ -288,7 +292,7 @@ def _with_ring(config: Config, place: Place, device: torch.device, member: HubRi
         records=records,
         meter=meter,
         strategy=strategy,
-        source=DealtData(state, dealing),
+        source=DealtData(state, config.sync.least, dealing),
         make_tiers=make_tiers,
         tell_of_start=tell_of_start,
         own_group=own_group,
@@ -306,22 +310,37 @@ def _with_ring(config: Config, place: Place, device: torch.device, member: HubRi
 
 
 def _shares(
-    config: Config, ring: Ring, device: torch.device, meter: Meter, records: Records, *, fixed: bool
+    config: Config,
+    name_of: Callable[[int], int],
+    device: torch.device,
+    meter: Meter,
+    records: Records,
+    *,
+    fixed: bool,
 ) -> tuple[MakesSchedules, ShareReports | None]:
-    """Return the maker of uneven shares, and the reports that it needs. `fixed`: no member comes or goes."""
+    """Return the maker of uneven shares, and the reports that it needs.
+
+    `name_of` returns a worker's name, given its rank. `fixed`: no member comes or goes.
+    """
 
     def names(world: int) -> list[int]:
-        return [ring.place.name_of(rank) for rank in range(world)]
+        return [name_of(rank) for rank in range(world)]
 
     if isinstance(config.sync.shares, dict):
         return GivenShares(config.sync, names, fixed=fixed), None
+
+    def chosen(choice: str, reason: str, change: ShareChange) -> None:
+        parts = dict(zip(names(len(change.parts)), change.parts.tolist(), strict=True))
+        speeds = dict(zip(parts, change.speeds.tolist(), strict=True))
+        records.emit(SharesChosen, what="shares", choice=choice, reason=reason, parts=parts, speeds=speeds)
+
     settle = None if device.type == "cpu" else lambda: torch.accelerator.current_stream(device).synchronize()
     reports = ShareReports(
         least=config.sync.least,
         most=config.sync.memory_cap,
         waited=lambda: meter.seconds_waited,
-        decided=records.decided,
-        name_of=lambda rank: ring.place.name_of(rank),
+        chosen=chosen,
+        name_of=name_of,
         settle=settle,
     )
     return MeasuredShares(config.sync, reports), reports
@@ -345,7 +364,7 @@ def _with_peers(config: Config, device: torch.device, node: NodeWorker) -> Runti
         records=records,
         meter=Meter(device, workers, state),
         strategy=peers,
-        source=NodesData(state, peers),
+        source=NodesData(state, peers, config.sync.least),
         make_tiers=lambda memory, _number: LentTiers(memory, config, peers, node, workers),
         tell_of_start=lambda: NodeNews(node, records).begin(config),
         own_group=partial(of_node, node, state),
@@ -420,7 +439,12 @@ def _with_shards(config: Config, place: Place, device: torch.device, service: Se
         # The shards know groups, but not the groups' members.
         return state.world if together or ring is not None else service.members or state.world
 
-    source: SamplerSource = DealtData(state)
+    meter = Meter(device, workers, state, service, ring)
+    dealing: MakesSchedules | None = None
+    reports: ShareReports | None = None
+    if together and config.sync.shares != "even":
+        dealing, reports = _shares(config, entrance.name_of, device, meter, records, fixed=fixed)
+    source: SamplerSource = DealtData(state, config.sync.least, dealing)
     if not together:
         # In ssp, and at a site, others may wait for this worker to go on, so it must not wait for data.
         waits = config.sync.consistency == "asp" and not service.site
@@ -445,7 +469,7 @@ def _with_shards(config: Config, place: Place, device: torch.device, service: Se
         workers=workers,
         state=state,
         records=records,
-        meter=Meter(device, workers, state, service, ring),
+        meter=meter,
         strategy=served,
         source=source,
         make_tiers=lambda memory, _number: ServedTiers(memory, served, config),
@@ -463,6 +487,7 @@ def _with_shards(config: Config, place: Place, device: torch.device, service: Se
         hub=service.hub,
         staleness=lambda: None if together else service.staleness,
         site=service.site,
+        shares=reports,
     )
 
 

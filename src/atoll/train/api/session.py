@@ -41,6 +41,7 @@ from atoll.train.api.speed import Stretch, speed_from
 from atoll.train.api.steps import Steps
 from atoll.train.checkpoint.resume import Stateful
 from atoll.train.data.batches import OtherBatches, SampledBatches
+from atoll.train.data.costs import Costs, batch_of
 from atoll.train.data.epochs import epoch_of
 from atoll.train.data.leased_sampler import LeasedBatches, LeasedSampler
 from atoll.train.data.moredata import MoreData
@@ -324,13 +325,16 @@ class Session:
         shuffle: bool = True,
         drop_last: bool = False,
         ahead: int | None = None,
+        cost: Any = None,
     ) -> BatchesSampler | LeasedBatches | PeerBatches:
         """Return this worker's part of batches of `sync.global_batch` samples over all workers, however many
         there are.
 
         Use it as `DataLoader(dataset, batch_sampler=...)`. A worker's own batches have that size divided by
         the number of workers; the first workers take the remainder. Or `sync.shares` deals by the workers'
-        speeds, or in the parts that it gives (strategies `ring` and `hierarchical`). The size follows when
+        speeds, or in the parts that it gives (where all workers make each step together). With `cost`, each
+        sample's cost in whole numbers, such as its tokens, parts are by cost in place of numbers of samples,
+        and `sync.global_tokens` may say how large a batch is on the average. The size follows when
         workers are lost or enter. Under strategy `peers` sizes are in proportion to the nodes' speeds, and a
         node's devices take even parts. They follow the sooner, the fewer batches are fetched `ahead` of their
         use. Give 0 if a DataLoader has no workers, and the same number on every worker (None: up to 31).
@@ -338,14 +342,10 @@ class Session:
         With the mean weighted by samples, any number of workers trains as one does. Order, place and callers
         are as with `sampler`. Raises UserError if `sync.global_batch` is not set.
         """
-        whole = self.config.sync.global_batch
-        if whole == 0:
-            raise UserError(
-                "session.batches makes batches of sync.global_batch samples over all workers, and that is "
-                "not set; write --set sync.global_batch=256, say, or use session.sampler"
-            )
+        costs = None if cost is None else Costs(cost, dataset)
+        whole = batch_of(self.config.sync, costs)
         order = {"seed": seed, "shuffle": shuffle, "drop_last": drop_last}
-        return self._runtime.source.batches(dataset, whole, ahead, order, self._batches.given_by)
+        return self._runtime.source.batches(dataset, whole, ahead, order, self._batches.given_by, costs)
 
     def epoch_of(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Return one epoch's batches, like `for batch in loader`. The epoch ends where the others' epoch

@@ -9,7 +9,7 @@ pool, whatever their number, and however the run is shared out.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -44,6 +44,11 @@ class DealPosition:
     ended: bool
 
 
+# (sizes, runs) -> each member's number of samples, of those in `runs`, if `sizes` would be right for equal
+# costs.
+Weigh: TypeAlias = Callable[[Sequence[int], Sequence[SampleRange]], Sequence[int]]
+
+
 class Deal:
     """The deal of the pool `runs` among `len(held)` members, of which each has ticks in hand.
 
@@ -55,6 +60,7 @@ class Deal:
         ended: True if a loader has ended the epoch: there are no ticks beyond those in hand.
         shares: returns each member's number of samples of a tick's batch; None: members take one sample each
             in turn.
+        weigh: changes these numbers by the costs of the samples; None: all cost alike.
 
     Attributes:
         ticks: the number of ticks that each member makes: those in hand, and then as many as the pool takes.
@@ -70,8 +76,9 @@ class Deal:
         drop_last: bool = False,
         ended: bool = False,
         shares: Shares | None = None,
+        weigh: Weigh | None = None,
     ) -> None:
-        self._shares = shares
+        self._shares, self._weigh = shares, weigh
         self.runs: list[SampleRange] = [run for run in runs if run[1] < run[2]]
         self.held = [list(ticks) for ticks in held]
         self.batch, self.drop_last, self.ended = batch, drop_last, ended
@@ -113,6 +120,8 @@ class Deal:
         sizes = self._shares(tick, there, members)
         if sum(sizes) != there or min(sizes) < 0 or len(sizes) != len(members):
             raise RunError(f"shares of {list(sizes)} samples among {len(members)} workers, where {there} are")
+        if self._weigh is not None and there:
+            sizes = self._weigh(sizes, cut(cut(self.runs, begin)[1], there)[0])
         begin += sum(sizes[:place])
         return range(begin, begin + sizes[place])
 

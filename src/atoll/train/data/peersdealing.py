@@ -15,17 +15,19 @@ from statistics import median
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from atoll.core.decoding import converted
 from atoll.core.errors import UserError
+from atoll.groups.shares import scaled
 from atoll.train.data.runs import Item, SampleRange, cut, items_of, merged, positions, singles, ticks_of
-from atoll.train.data.shares import split
 
 BLOCK = 16  # ticks that are dealt by one set of weights
 AHEAD = 31  # ticks that a loader may fetch ahead by default
 _WINDOW = 64  # iterations over which a node's speed is the median
 _NEWEST = 16  # newest iterations, whose median counts alone if it differs by more than a factor of _CHANGED
 _CHANGED = 1.5
+_UNITS = 2**20  # by which the fastest node's speed is counted, in whole numbers
 
 
 class Fact(msgspec.Struct, frozen=True):
@@ -85,7 +87,8 @@ class PeerDeal:
     next pool.
 
     `ahead` is the most ticks beyond the next one for which a loader asks; equal on all nodes. `stale_max` is
-    the most iterations that a node may be ahead.
+    the most iterations that a node may be ahead. `least` is the least samples of a node that gets any, if a
+    batch has that many for each.
     """
 
     def __init__(
@@ -97,8 +100,10 @@ class PeerDeal:
         *,
         drop_last: bool = False,
         ahead: int = AHEAD,
+        least: int = 1,
     ) -> None:
         self.batch, self._stale_max, self._drop_last, self._ahead = batch, stale_max, drop_last, ahead
+        self._least = least
         self._nodes = sorted(nodes)
         self.begin(runs)
 
@@ -198,9 +203,15 @@ class PeerDeal:
         if not size or (self._drop_last and size < self.batch):
             return False
         runs, state.pool = cut(state.pool, size)
-        state.dealt.append(Dealt(state.next, runs, split(size, weights)))
+        state.dealt.append(Dealt(state.next, runs, self._parts(size, weights)))
         state.next += 1
         return True
+
+    def _parts(self, size: int, weights: Mapping[int, float]) -> dict[int, int]:
+        nodes, most = sorted(weights), max(weights.values())
+        units = np.array([max(1, round(_UNITS * weights[node] / most)) for node in nodes], dtype=np.int64)
+        least = self._least if self.batch >= self._least * len(nodes) else 1
+        return dict(zip(nodes, scaled(units, size, least).tolist(), strict=True))
 
     def _weights(self, block: int) -> dict[int, float]:
         """Return the nodes' weights in a block. They are decided once, when the block's first tick is

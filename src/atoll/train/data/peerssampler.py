@@ -147,6 +147,7 @@ class PeerBatches(Sampler[list[int]]):
         shuffle: bool = True,
         drop_last: bool = False,
         ahead: int | None = None,
+        least: int = 1,
         on_index: Callable[[Any], None] | None = None,
         asked: Callable[[], None] = lambda: None,
     ) -> None:
@@ -165,6 +166,7 @@ class PeerBatches(Sampler[list[int]]):
             shuffle: True to draw the order anew each epoch.
             drop_last: True to leave out a last batch that is not whole.
             ahead: the most batches beyond the next one for which a loader asks; None: 31.
+            least: the least samples of a node that gets any; see `PeerDeal`.
             on_index: called with the sampler before each batch.
             asked: called before each look for a next batch; may call `return_to`.
         """
@@ -176,7 +178,9 @@ class PeerBatches(Sampler[list[int]]):
         self._device, self._devices = device, devices
         self._epoch = 0
         options = {} if ahead is None else {"ahead": ahead}
-        self._deal = PeerDeal(self._order.whole(0), batch, nodes, stale_max, drop_last=drop_last, **options)
+        self._deal = PeerDeal(
+            self._order.whole(0), batch, nodes, stale_max, drop_last=drop_last, least=least, **options
+        )
         self._batches = GivenBatches()  # batches that were given and are not used up
         self._loop = 0  # number of the latest loop over the batches
         self._told = False  # the latest loop was notified of its end

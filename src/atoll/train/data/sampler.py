@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
 from atoll.core.errors import CheckpointError, RunError, UserError
-from atoll.train.data.dealing import Deal, DealPosition, Tick
+from atoll.groups.shares import Whole
+from atoll.train.data.costs import Costs, cut_by_cost
+from atoll.train.data.dealing import Deal, DealPosition, Tick, Weigh
 from atoll.train.data.given import Given, GivenBatches, GivenIndices
 from atoll.train.data.order import SampleOrder, left_in
-from atoll.train.data.runs import SampleRange, cut, merged
+from atoll.train.data.runs import SampleRange, cut, merged, singles
 from atoll.train.data.shares import Shares, ShareSchedule
 
 _AT_ONCE = 4096  # ticks that are looked up together
@@ -61,6 +65,7 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
     _batch = 0  # samples in a tick of all workers; 0: one for each
     _shares: Shares | None = None
     _schedule: ShareSchedule | None = None  # `_shares`, if they change by what members agree on
+    _weigh: Weigh | None = None
 
     def __init__(
         self,
@@ -354,7 +359,7 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
         self, runs: Sequence[SampleRange], held: Sequence[Sequence[Tick]] | None = None, ended: bool = False
     ) -> Deal:
         held = [[]] * self.world if held is None else held
-        return Deal(runs, held, self._batch, self.drop_last, ended, self._shares)
+        return Deal(runs, held, self._batch, self.drop_last, ended, self._shares, self._weigh)
 
     def _set_deal(self, deal: Deal) -> None:
         self._deal, self._whole, self._comeback.made = deal, False, None
@@ -463,6 +468,8 @@ class BatchesSampler(DealtSampler[list[int]]):
         batch: int,
         shares: Shares | None = None,
         schedule: ShareSchedule | None = None,
+        costs: Costs | None = None,
+        least: int = 1,
         **options: Any,
     ) -> None:
         """Deal batches. Raises UserError for a `batch` below 1.
@@ -472,18 +479,34 @@ class BatchesSampler(DealtSampler[list[int]]):
             batch: the samples in a batch of all workers.
             shares: returns each worker's part; None: even parts.
             schedule: parts that change by what workers agree on, in place of `shares`.
+            costs: the samples' costs, which parts follow in place of their number; None: all cost alike.
+            least: the least samples of a worker that gets any by costs.
             options: those of DealtSampler.
         """
         if batch < 1:
             raise UserError(f"a global batch of {batch} samples; it must be 1 or more")
         self._batch, self._shares, self._schedule = batch, schedule or shares, schedule
-        self._batches = GivenBatches()
+        self._batches, self._costs, self._least = GivenBatches(), costs, least
+        if costs is not None:
+            self._weigh = self._cut_by_cost
         super().__init__(dataset, taken=self._batches, **options)
 
-    def under_way(self) -> tuple[int, int]:
-        """Return the ticks of this deal that backwards have used in this iteration, and their samples."""
-        ticks = self._batches.used(self.given) - self._committed
-        return ticks, sum(self._batches.sizes(self._committed)[:ticks])
+    def under_way(self) -> tuple[int, float]:
+        """Return the ticks of this deal that backwards have used in this iteration, and their samples: as
+        many as would cost as much on the average."""
+        first, ticks = self._committed, self._batches.used(self.given) - self._committed
+        if self._costs is None:
+            return ticks, float(sum(self._batches.sizes(first)[:ticks]))
+        runs = [singles(self._deal.tick(self.rank, tick)) for tick in range(first, first + ticks)]
+        return ticks, int(self._costs_of(chain(*runs)).sum()) / self._costs.mean
+
+    def _costs_of(self, runs: Iterable[SampleRange]) -> Whole:
+        assert self._costs is not None
+        found = [self._costs.values[self._order.of(epoch)[start:stop].numpy()] for epoch, start, stop in runs]
+        return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
+
+    def _cut_by_cost(self, sizes: Sequence[int], runs: Sequence[SampleRange]) -> Sequence[int]:
+        return cut_by_cost(sizes, self._costs_of(runs), self._least)
 
     def _look_up(self, deal: Deal, start: int, stop: int) -> list[list[int]]:
         return [self._batch_of(deal, tick) for tick in range(start, min(stop, start + 1))]

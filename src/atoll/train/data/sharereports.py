@@ -3,14 +3,15 @@
 At iteration i each worker reports the seconds and samples of its forward and backward, up to the moment at
 which its last gradients leave, and how many ticks its loader was given. Worker 0 hears all of it, and may
 choose other parts. It reports them at iteration i + 1, and they hold from the first tick that no loader was
-given by then. So all workers deal alike, whatever their processors compute, and no message is added. Source:
+given by then. So all workers deal alike, whatever their processors compute, and no message is added: on a
+ring reports lie in the workers' agreement, at shards in commits and in the log's answer. Source:
 docs/shares.md.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -19,8 +20,8 @@ from atoll.core.errors import RunError
 from atoll.groups.shares import Floats, ShareChange, ShareChooser, Whole
 from atoll.train.data.shares import ShareSchedule
 
-# Of each worker: seconds, samples, given ticks, epoch + 1, and its part as worker 0 has chosen it.
-_FIELDS = 5
+_OWN = 4  # values of a worker's report: seconds, samples, given ticks, epoch + 1
+_FIELDS = _OWN + 1  # on a ring also each worker's part, as worker 0 has chosen it
 _FEW = 16  # workers whose parts a decision lists one by one
 
 
@@ -39,7 +40,7 @@ class SharedBatches(Protocol):
     def epoch(self) -> int:
         """The epoch under way."""
 
-    def under_way(self) -> tuple[int, int]:
+    def under_way(self) -> tuple[int, float]:
         """Return the ticks that backwards have used in this iteration, and their samples."""
 
 
@@ -52,7 +53,7 @@ class ShareReports:
         least: int,
         most: int,
         waited: Callable[[], float],
-        decided: Callable[[str, str, str], None],
+        chosen: Callable[[str, str, ShareChange], None],
         name_of: Callable[[int], int],
         settle: Callable[[], None] | None = None,
         clock: Callable[[], float] | None = None,
@@ -63,12 +64,12 @@ class ShareReports:
             least: the least samples of a worker that gets any.
             most: the most samples of a worker; 0: no limit.
             waited: returns the seconds that this worker has waited for others so far.
-            decided: records a decision: its subject, the choice, and the reason.
+            chosen: records a choice: in words, the reason, and what changes.
             name_of: returns a worker's name, given its rank.
             settle: returns once the device has finished what was begun on it; None: nothing is.
             clock: the time, in seconds; None: time.perf_counter.
         """
-        self._least, self._most, self._waited, self._decided = least, most, waited, decided
+        self._least, self._most, self._waited, self._chosen = least, most, waited, chosen
         self._name_of, self._settle, self._clock = name_of, settle, clock
         self._sampler: SharedBatches | None = None
         self.forget()
@@ -85,40 +86,56 @@ class ShareReports:
         self._mark: float | None = None  # the end of the iteration before
         self._taken: float | None = None  # seconds of this iteration, once its last gradients leave
 
-    def said(self, rank: int, world: int) -> list[float]:
-        """Return this worker's report; the sum of all workers' reports has each in its place."""
-        report = [0.0] * (_FIELDS * world)
+    def report(self) -> list[float]:
+        """Return this worker's report: its seconds, samples, given ticks and epoch + 1, then all workers'
+        parts if it has chosen others. Empty: there are no batches to report on."""
         sampler = self._sampler
-        if sampler is None or sampler.world != world:
-            return report
+        if sampler is None:
+            return []
         if self._taken is None:
             if self._settle is not None:
                 self._settle()
             self._taken = 0.0 if self._mark is None else self._now() - self._mark
         ticks, samples = sampler.under_way()
-        if ticks:
-            report[rank] = max(0.0, self._taken / ticks)
-            report[world + rank] = samples / ticks
-        report[2 * world + rank] = float(sampler.given)
-        report[3 * world + rank] = float(sampler.epoch + 1)
-        if self._choice is not None:
-            report[4 * world :] = map(float, self._choice.parts)
-        return report
+        own = [max(0.0, self._taken / ticks), samples / ticks] if ticks else [0.0, 0.0]
+        chosen = [] if self._choice is None else map(float, self._choice.parts)
+        return [*own, float(sampler.given), float(sampler.epoch + 1), *chosen]
+
+    def said(self, rank: int, world: int) -> list[float]:
+        """Return this worker's report for a ring; the sum of all workers' reports has each in its place."""
+        vector = [0.0] * (_FIELDS * world)
+        if self._sampler is not None and self._sampler.world == world:
+            own = self.report()
+            vector[rank : _OWN * world : world] = own[:_OWN]
+            if own[_OWN:]:
+                vector[_OWN * world :] = own[_OWN:]
+        return vector
 
     def heard(self, reports: Sequence[float], rank: int) -> None:
-        """Take the sum of all workers' reports on an iteration that is whole.
+        """Take the sum of all workers' reports for a ring, on an iteration that is whole.
 
         Raises RunError if this worker's loader was given batches while the reports were on their way.
         """
+        fields = np.array(reports).reshape(_FIELDS, -1)
+        self._take(fields[:_OWN], fields[_OWN].astype(np.int64), rank == 0)
+
+    def heard_each(self, reports: Mapping[int, Sequence[float]], worker: int) -> None:
+        """Take each worker's report, by its number, as `worker`. See `heard`."""
+        each = [reports[name] for name in sorted(reports)]
+        fields = np.array([report[:_OWN] for report in each]).reshape(-1, _OWN).T
+        parts = np.array(each[0][_OWN:] if each else [], dtype=np.int64)
+        self._take(fields, parts, bool(each) and worker == min(reports))
+
+    def _take(self, fields: Floats, parts: Whole, is_first: bool) -> None:
+        """Take the workers' values, (_OWN, workers), and the parts that worker 0 has chosen, if any."""
         self._mark, self._taken = self._now(), None
-        world, sampler = len(reports) // _FIELDS, self._sampler
+        world, sampler = fields.shape[1], self._sampler
         if sampler is None or sampler.world != world or world < 2:
             return
-        parts = np.array(reports[4 * world :], dtype=np.int64)
         # A worker that has just entered may be in the next epoch's deal already: then the choice is reported
         # once more.
-        if parts.any() and len(set(reports[3 * world : 4 * world])) == 1:
-            tick = int(max(reports[2 * world : 3 * world]))
+        if parts.any() and len(set(fields[3])) == 1:
+            tick = int(fields[2].max())
             if sampler.given > tick:
                 raise RunError(
                     "sync.shares: batches were fetched during backward, by another thread than the training "
@@ -127,8 +144,8 @@ class ShareReports:
                 )
             self._schedule.change(tick, parts)
             self._choice = None
-        if rank == 0:
-            self._choose(np.array(reports[:world]), np.array(reports[world : 2 * world]))
+        if is_first:
+            self._choose(fields[0], fields[1])
 
     def _choose(self, seconds: Floats, samples: Floats) -> None:
         """Choose other parts if that pays; they are reported with the next iteration."""
@@ -145,7 +162,7 @@ class ShareReports:
         if change.waits_for >= 0:
             name = self._name_of(change.waits_for)
             reason += f"; worker {name} takes longer than the others even for {self._least} samples"
-        self._decided("shares", f"{_in_words(change.parts)} of {self._total} samples", reason)
+        self._chosen(f"{_in_words(change.parts)} of {self._total} samples", reason, change)
 
     def _now(self) -> float:
         """Return the time, without that spent waiting for others."""

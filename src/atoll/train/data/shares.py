@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -91,15 +91,3 @@ class ShareSchedule:
     def _set(self, ticks: list[int], parts: list[Whole]) -> None:
         self._ticks, self._parts = ticks, parts
         self._found: dict[tuple[int, int], list[int]] = {}  # by the number of the parts, and the samples
-
-
-def split(size: int, weights: Mapping[int, float]) -> dict[int, int]:
-    """Split `size` samples in proportion to `weights`, by the largest remainder; the lower member wins a
-    tie."""
-    whole = sum(weights.values())
-    exact = {member: size * weights[member] / whole for member in sorted(weights)}
-    parts = {member: int(value) for member, value in exact.items()}
-    rest = sorted(parts, key=lambda member: (parts[member] - exact[member], member))
-    for member in rest[: size - sum(parts.values())]:
-        parts[member] += 1
-    return parts

@@ -15,6 +15,7 @@ from atoll.core.config import Sync
 from atoll.core.errors import UserError
 from atoll.groups.shares import Whole, even, scaled
 from atoll.train.checkpoint.resume import AnySampler, TrainingState
+from atoll.train.data.costs import Costs
 from atoll.train.data.leased_sampler import LeasedBatches, LeasedSampler
 from atoll.train.data.peerssampler import PeerBatches
 from atoll.train.data.sampler import BatchesSampler, ShardedSampler
@@ -38,10 +39,16 @@ class SamplerSource(Protocol):
     ) -> ShardedSampler | LeasedSampler: ...
 
     def batches(
-        self, dataset: Sized, whole: int, ahead: int | None, order: Arguments, on_index: OnIndex
+        self,
+        dataset: Sized,
+        whole: int,
+        ahead: int | None,
+        order: Arguments,
+        on_index: OnIndex,
+        costs: Costs | None = None,
     ) -> BatchesSampler | LeasedBatches | PeerBatches:
-        """Return this worker's part of batches of `whole` samples. A loader fetches up to `ahead` batches
-        before their use."""
+        """Return this worker's part of batches of `whole` samples, by the samples' `costs` if there are any.
+        A loader fetches up to `ahead` batches before their use."""
 
     def catch_up(self) -> None:
         """Bring this worker to the place of the others, between two loops over a loader."""
@@ -124,11 +131,12 @@ def _check_least(whole: int, world: int, least: int) -> None:
 class DealtData:
     """Samplers over a deal that all workers know; each takes its part by its rank.
 
-    `shares` makes the schedules of uneven batches; None: all are even.
+    `least` is the least samples of a worker that gets any in uneven batches; `shares` makes the schedules of
+    such batches; None: all are even.
     """
 
-    def __init__(self, state: TrainingState, shares: MakesSchedules | None = None) -> None:
-        self._state, self._shares = state, shares
+    def __init__(self, state: TrainingState, least: int, shares: MakesSchedules | None = None) -> None:
+        self._state, self._least, self._shares = state, least, shares
 
     def sampler(self, dataset: Sized, order: Arguments, on_index: OnIndex) -> ShardedSampler:
         state = self._state
@@ -137,15 +145,24 @@ class DealtData:
         return made
 
     def batches(
-        self, dataset: Sized, whole: int, ahead: int | None, order: Arguments, on_index: OnIndex
+        self,
+        dataset: Sized,
+        whole: int,
+        ahead: int | None,
+        order: Arguments,
+        on_index: OnIndex,
+        costs: Costs | None = None,
     ) -> BatchesSampler:
         del ahead  # workers report what their loaders have fetched
         state, shares = self._state, self._shares
         schedule = None if shares is None else shares.schedule(whole, state.world)
+        by_cost = None if costs is None else ShareSchedule(partial(even, whole), state.world, self._least)
         made = BatchesSampler(
             dataset,
             batch=whole,
-            schedule=schedule,
+            schedule=schedule or by_cost,
+            costs=costs,
+            least=self._least,
             rank=state.rank,
             world=state.world,
             on_index=on_index,
@@ -161,10 +178,11 @@ class DealtData:
 
 
 class NodesData:
-    """Samplers over nodes, dealt by the contributions of each (strategy `peers`)."""
+    """Samplers over nodes, dealt by the contributions of each (strategy `peers`). `least` is the least
+    samples of a device that gets any."""
 
-    def __init__(self, state: TrainingState, peers: Peers) -> None:
-        self._state, self._peers = state, peers
+    def __init__(self, state: TrainingState, peers: Peers, least: int) -> None:
+        self._state, self._peers, self._least = state, peers, least
 
     def sampler(self, dataset: Sized, order: Arguments, on_index: OnIndex) -> ShardedSampler:
         self._peers.check_alike("session.sampler", dataset, **order)
@@ -173,10 +191,18 @@ class NodesData:
         return made
 
     def batches(
-        self, dataset: Sized, whole: int, ahead: int | None, order: Arguments, on_index: OnIndex
+        self,
+        dataset: Sized,
+        whole: int,
+        ahead: int | None,
+        order: Arguments,
+        on_index: OnIndex,
+        costs: Costs | None = None,
     ) -> PeerBatches:
-        self._peers.check_alike("session.batches", dataset, **order, ahead=ahead)
-        made = self._peers.batches(dataset, batch=whole, **order, ahead=ahead, on_index=on_index)
+        check("call", Choices({"call": "session.batches", "data": "nodes", "cost": costs is not None}))
+        least = self._least
+        self._peers.check_alike("session.batches", dataset, **order, ahead=ahead, least=least)
+        made = self._peers.batches(dataset, least, batch=whole, **order, ahead=ahead, on_index=on_index)
         self._state.samplers.append(made)
         return made
 
@@ -227,9 +253,16 @@ class LeasedData:
         return made
 
     def batches(
-        self, dataset: Sized, whole: int, ahead: int | None, order: Arguments, on_index: OnIndex
+        self,
+        dataset: Sized,
+        whole: int,
+        ahead: int | None,
+        order: Arguments,
+        on_index: OnIndex,
+        costs: Costs | None = None,
     ) -> LeasedBatches:
         del ahead  # the hub leases as data is needed
+        check("call", Choices({"call": "session.batches", "data": "leased", "cost": costs is not None}))
         leased = self.sampler(dataset, order, on_index)
         return LeasedBatches(leased, lambda: _part_of(whole, self._state.rank, self._members()))
 

@@ -279,20 +279,25 @@ class MembersReducer(Reducer):
         own, shared, ring = self.contribute(), self._tiers.shared, self._tiers.ring
         assert shared is not None
         assert ring is not None
+        shares = self._calls.shares
+        report = [] if shares is None else shares.said(ring.rank, ring.world)
         self._calls.leaving()
         samples, certainty = shared.gradients.reduce(own.weight, own.samples, own.is_certain)
         refuse_beyond(ring, own, certainty, self.steps)
-        summed: list[float] = []
-        if self._buffers is not None:
-            summed = ring.sum(self._buffers.said(), f"which buffers have changed in iteration {self.steps}")
+        said = [] if self._buffers is None else self._buffers.said()
+        what = f"which buffers have changed, and each worker's speed, in iteration {self.steps}"
+        summed = ring.sum([*said, *report], what) if said or report else []
+        changed = summed[: len(said)]
         beside = tell_beside(
-            ring, own, certainty, self._buffers, summed, steps=self.steps, tells=not self._counts_told
+            ring, own, certainty, self._buffers, changed, steps=self.steps, tells=not self._counts_told
         )
         self.count_alike = not certainty.certain
         if take_beside(beside, self._buffers, self.steps, self._calls.counts_unlike):
             self._counts_told = True
         self.bytes_sent += self._tiers.bytes_sent - self._counted
         self._counted = self._tiers.bytes_sent
+        if shares is not None:
+            shares.heard(summed[len(said) :], ring.rank)
         self._done(own, samples)
 
 

@@ -58,6 +58,12 @@ class Shares(Protocol):
     def heard(self, reports: Sequence[float], rank: int) -> None:
         """Take the sum of all workers' reports on an iteration that is whole."""
 
+    def report(self) -> list[float]:
+        """Return this worker's report as shards pass it on; see `said`."""
+
+    def heard_each(self, reports: Mapping[int, Sequence[float]], worker: int) -> None:
+        """Take each worker's report, by its number, as `worker`; see `heard`."""
+
 
 @dataclass(frozen=True)
 class Calls:

@@ -115,6 +115,12 @@ class ServedEntrance:
         if self._elastic:
             self._take_members(self._attendance.ranks)
 
+    def name_of(self, rank: int) -> int:
+        """Return the number of the worker that has this rank among those that share a batch."""
+        if self._members:
+            return self._members[rank]
+        return self._worker if self.late else rank
+
     # Coming late
 
     def enter(self) -> bool:
@@ -139,6 +145,7 @@ class ServedEntrance:
         members = list(give.members) or [self._worker]
         if give.members:
             rank = members.index(self._worker) if self._elastic else None
+            self._members = members if self._elastic else []
             self._state.restore(payload if payload is not None else b"", self._worker, rank, self._fixed)
         else:
             self._state.iteration = iteration
@@ -222,10 +229,10 @@ class ServedEntrance:
         there = dict(zip(self._attendance.ranks, places, strict=True))
         now = sorted({*there, *entering})
         absent = [rank for rank, worker in enumerate(self._members) if worker not in members]
+        self._members = now
         self._state.deal_anew(
             [there.get(worker) for worker in now], now.index(self._worker), len(now), absent
         )
-        self._members = now
         reach("members.dealt", iteration)
 
     def _take_members(self, members: list[int]) -> None:

@@ -30,6 +30,7 @@ from atoll.wire.messages import (
     Hyperparameters,
     Push,
     Replace,
+    Speeds,
     Step,
     Used,
     WorkerStand,
@@ -48,6 +49,7 @@ class Outgoing:
         present: for each chunk and each slot, True if there is a gradient.
         used: the data that the iteration used up.
         able: the names of the members that have all of the contribution.
+        speeds: reports on the speed of the workers whose gradients it has.
         hyperparameters: the optimizer's.
         behind: the number of the contributor's own exchanges that were in flight when it was computed.
         grouping: the hub's latest grouping that the group knows.
@@ -63,6 +65,7 @@ class Outgoing:
     present: Mapping[int, Sequence[bool]]
     used: list[Used] = field(default_factory=list)
     able: list[int] = field(default_factory=list)
+    speeds: Speeds = field(default_factory=dict)
     hyperparameters: Hyperparameters = field(default_factory=list)
     behind: int = 0
     grouping: int = 0
@@ -202,6 +205,7 @@ class ServerClient:
                 behind=out.behind,
                 members=out.able,
                 more=out.more,
+                speeds=out.speeds,
                 stand=self._stand(out.iteration) if out.waits else None,
             ),
             until=until,

@@ -113,12 +113,15 @@ class Peers:
             self._tell,
         )
 
-    def batches(self, dataset: Sized, **options: Any) -> PeerBatches:
-        """Return this node's part of batches that all nodes share; `options` are those of PeerBatches."""
+    def batches(self, dataset: Sized, least: int, **options: Any) -> PeerBatches:
+        """Return this node's part of batches that all nodes share, of at least `least` samples for each of a
+        node's devices; `options` are those of PeerBatches."""
+        introduction = self._worker.introduction
         batches = PeerBatches(
             dataset,
             node=self._worker.node,
-            nodes=[each.node for each in self._worker.introduction.nodes],
+            nodes=[each.node for each in introduction.nodes],
+            least=least * max(introduction.devices),
             device=self._worker.devices.rank,
             devices=self._worker.devices.count,
             stale_max=self._stale_max,

@@ -45,7 +45,7 @@ from atoll.train.sync.connection import COMMIT, CONTRIBUTION, Connection
 from atoll.train.sync.stores import Store
 from atoll.train.sync.together import Together
 from atoll.train.sync.uplink import Role, Speaker, Uplink
-from atoll.wire.messages import Committed, Hyperparameters, LostBlocks
+from atoll.wire.messages import Committed, Hyperparameters, LostBlocks, Speeds
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -142,6 +142,8 @@ class Server(Reducer):
             consumed=self._hear_consumed_alone,
         )
         self.exchange_seconds = 0.0
+        self._shares = calls.shares
+        self._speed: Speeds = {}  # this worker's report on its speed in this iteration, if there is one
 
     def close(self) -> None:
         """Let the model go, with the parameters that the last step requested, unless an error ends it."""
@@ -156,9 +158,11 @@ class Server(Reducer):
     @torch.no_grad()
     def reduce(self) -> None:
         self._check_forward()
+        report = [] if self._shares is None else self._shares.report()
+        self._speed = {self.connection.worker: report} if report else {}
         self.connection.members.boundary(self.steps)
         if self.group is not None:
-            self.group.begin()
+            self.group.begin(self._speed)
         super().reduce()
 
     def before_use(self, *_: object) -> None:
@@ -281,6 +285,8 @@ class Server(Reducer):
         need not do so again."""
         if self.group is not None:
             self.connection.shards.answered(COMMIT)
+        if self._shares is not None:
+            self._shares.heard_each(counted.speeds, self.connection.worker)
         self.connection.members.told(counted)
         if self.group is not None:
             self._warn(counted)
@@ -293,10 +299,12 @@ class Server(Reducer):
 
     def _contribution(self, own: ContributionWeight, turn: int | None, **more: Any) -> Outgoing:
         """Return the contribution of the gradients in the store (see `ServerClient.outgoing`)."""
-        if self.group is None:
-            return self._client.outgoing(self.steps, own, turn, used=self.connection.used(), **more)
-        used, able = self.group.take_used(), list(self.group.able)
-        return self._client.outgoing(self.steps, own, turn, used=used, able=able, **more)
+        group = self.group
+        if group is None:
+            used, able, speeds = self.connection.used(), [], self._speed
+        else:
+            used, able, speeds = group.take_used(), list(group.able), group.speeds
+        return self._client.outgoing(self.steps, own, turn, used=used, able=able, speeds=speeds, **more)
 
     def _send(self, out: Outgoing, role: Role, along: Mapping[int, Tensor] | None) -> None:
         """Send this side's part of a contribution, and commit the contribution if this side talks to the
@@ -383,7 +391,9 @@ class MeanExchange(Server):
         self._committed, told = self.steps, self._calls.more
         more = told.has_more if self.group is None else bool(told.answer)
         if self.sum.has_sent:
-            out = Outgoing(self.steps, own, {}, {}, used=self.connection.used(), more=more)
+            out = Outgoing(
+                self.steps, own, {}, {}, used=self.connection.used(), more=more, speeds=self._speed
+            )
         else:
             out = self._contribution(of_group, None, more=more)
         what = f"the mean of iteration {self.steps} over all groups"

@@ -4,6 +4,7 @@ place."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Literal, TypeAlias, cast
 
@@ -111,7 +112,7 @@ def serve_group(
     over_ring = partial(
         RingSum,
         ring=ring,
-        calls=calls,
+        calls=replace(calls, shares=None),  # reports on speed go to all groups, by the log
         # bsp: the sum stays beside this member's gradients, to be sent again if a member is lost meanwhile.
         carry=carry if held is None else partial(TierCarrier, held=held, stays=policy == "bsp"),
         settings=settings,

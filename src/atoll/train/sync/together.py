@@ -12,7 +12,7 @@ from atoll.core.scriptline import waiting_line
 from atoll.core.stands import gradients
 from atoll.train.group.ringbytes import gather_bytes
 from atoll.train.group.rounds import Ring
-from atoll.wire.messages import Committed, Used
+from atoll.wire.messages import Committed, Speeds, Used
 
 
 class Together:
@@ -50,36 +50,39 @@ class Together:
         self._used: list[Used] = []  # the data that all members used in this iteration
         self._everyones: list[Used] = []  # the data that all members reported in the latest round
         self._own_used: list[Used] = []
+        self._own_speed: Speeds = {}
+        self._speeds: list[Speeds] = []  # what the members reported in the latest round
         self._waits = False  # True while this member waits in a meeting for others of its group
 
-    def begin(self) -> None:
-        """Begin an iteration in which this member trains."""
-        self._own_used = self._ask_used()
+    def begin(self, speed: Speeds) -> None:
+        """Begin an iteration in which this member trains, and reports its `speed`."""
+        self._own_used, self._own_speed = self._ask_used(), speed
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Return a context in which this member only waits, and uses no data."""
-        self._waits, self._own_used = True, []
+        self._waits, self._own_used, self._own_speed = True, [], {}
         try:
             yield
         finally:
             self._waits = False
 
     def tell_used(self, iteration: int) -> None:
-        """Exchange the data that members have used, and which members only wait.
+        """Exchange the data that members have used, their speeds, and which members only wait.
 
         So any remaining member can report the data of lost members. This is part of the round in which the
         members sum.
         """
         parts = gather_bytes(
             self.ring.agreement,
-            msgspec.msgpack.encode((self._own_used, self._waits)),
+            msgspec.msgpack.encode((self._own_used, self._own_speed, self._waits)),
             f"the samples that the members used in iteration {iteration}",
         )
-        said = [from_msgpack(part, tuple[list[Used], bool]) for part in parts]
-        self._everyones = [used for each, _ in said for used in each]
+        said = [from_msgpack(part, tuple[list[Used], Speeds, bool]) for part in parts]
+        self._everyones = [used for each, _, _ in said for used in each]
+        self._speeds = [speeds for _, speeds, _ in said]
         place = self.ring.place
-        self.able = [place.name_of(rank) for rank, (_, waits) in enumerate(said) if not waits]
+        self.able = [place.name_of(rank) for rank, (_, _, waits) in enumerate(said) if not waits]
 
     def whole(self) -> None:
         """Take the members' reports as final: the round is confirmed."""
@@ -89,6 +92,11 @@ class Together:
         """Return the data that all members have used, which the exchange reports from now on."""
         used, self._used = self._used, []
         return used
+
+    @property
+    def speeds(self) -> Speeds:
+        """The members' reports on their speed in the latest iteration."""
+        return {worker: report for each in self._speeds for worker, report in each.items()}
 
     def hear(self, counted: Committed) -> None:
         """Take the log's answer, which all members have."""
