@@ -62,8 +62,12 @@ def choose(
     if optimizer is not None:
         unit = unit_of(optimizer)
         store = "tiered" if share is None else "sharded"
-        check("prepare", Choices({**unit.facts, "store": store}))  # before its step is timed
+        facts = {"store": store, "memory.sharding": budgets.pins.sharding}
+        check("prepare", Choices({**unit.facts, **facts}))  # before its step is timed
         by_tensor = unit.by_tensor
+        if by_tensor and share is not None:  # one member has all of a tensor
+            pins = msgspec.structs.replace(budgets.pins, sharding="asymmetric")
+            budgets = msgspec.structs.replace(budgets, pins=pins)
     if bandwidths is None:
         device = next(model.parameters()).device
         bandwidths = measure(device, optimizer, budgets.folder, measurable(budgets), by_tensor)
