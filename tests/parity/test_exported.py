@@ -32,7 +32,7 @@ def train_and_export(session: atoll.Session, strict: bool) -> tuple[Tensor, Tens
 
 
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("kind", ["ring", "hierarchical", "server", "peers"])
+@pytest.mark.parametrize("kind", ["ring", "hierarchical", "server", "peers", "tiers"])
 def test_an_exported_program_gives_what_the_model_gives(pool: WorkerPool, kind: str, strict: bool) -> None:
     first, second = run_at(pool, kind, train_and_export, strict)
     for found, own, values in (first, second):

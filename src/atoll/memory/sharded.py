@@ -221,9 +221,8 @@ class Sharded(Moving):
         super()._after_step()
 
     def _before_forward(self, _module: nn.Module, _inputs: Any) -> None:
-        if torch.is_grad_enabled():  # a forward without gradients is allowed between two writes
-            edited = [chunk for chunk in self._foreign if self.engine.has_edits(chunk)]
-            self.sharing.check_written(edited)
+        if self.sharing.is_written or any(map(self.engine.has_edits, self.engine.chunks)):
+            self.sync("a forward after the script wrote to parameters")
 
     def _before_load(self, module: nn.Module, *_: Any) -> None:
         if is_loaded_itself(module, caller()):
