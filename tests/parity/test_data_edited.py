@@ -25,15 +25,37 @@ def train(session: atoll.Session, first: int, steps: int) -> float:
     return max(float(parameter.detach().abs().max()) for parameter in net.parameters())
 
 
-@pytest.mark.parametrize("kind", ["ring", "hierarchical"])
+@pytest.mark.parametrize("kind", ["ring", "hierarchical", "tiers"])
 def test_the_values_count(pool: WorkerPool, kind: str) -> None:
     assert max(run_at(pool, kind, train, 0, 3)) <= 0.01
 
 
-@pytest.mark.parametrize("kind", ["server", "asp", "ps-hra", "peers"])
+ELSEWHERE = ["server", "asp", "ps-hra", "peers", "server tiers", "peers tiers"]
+
+
+@pytest.mark.parametrize("kind", ELSEWHERE)
 def test_where_other_processes_step_the_script_is_told(pool: WorkerPool, kind: str) -> None:
     with pytest.raises(JobFailedError, match="was changed by the script after session.prepare"):
         run_at(pool, kind, train, 0, 3)
+
+
+def write_first(session: atoll.Session) -> None:
+    """Write values between `prepare` and the first step."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    session.prepare(net, optimizer)
+    for parameter in net.parameters():
+        parameter.data.fill_(0.01)
+    for _ in range(3):
+        net(torch.ones(2, 32, dtype=torch.float64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", ELSEWHERE)
+def test_values_written_before_the_first_step_are_not_lost_in_silence(pool: WorkerPool, kind: str) -> None:
+    with pytest.raises(JobFailedError, match="was changed by the script after session.prepare"):
+        run_at(pool, kind, write_first)
 
 
 @pytest.mark.parametrize("kind", ["server", "peers"])

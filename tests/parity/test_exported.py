@@ -31,8 +31,10 @@ def train_and_export(session: atoll.Session, strict: bool) -> tuple[Tensor, Tens
     return found, own, [parameter.detach().clone() for parameter in net.parameters()]
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("kind", ["ring", "hierarchical", "server", "peers"])
+TRIED = [(kind, strict) for kind in ("ring", "hierarchical", "server", "peers") for strict in (False, True)]
+
+
+@pytest.mark.parametrize(("kind", "strict"), [*TRIED, ("tiers", False)])
 def test_an_exported_program_gives_what_the_model_gives(pool: WorkerPool, kind: str, strict: bool) -> None:
     first, second = run_at(pool, kind, train_and_export, strict)
     for found, own, values in (first, second):

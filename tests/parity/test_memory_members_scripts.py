@@ -312,25 +312,62 @@ def scale_past_autograd(parameter: nn.Parameter) -> None:
     parameter.data.mul_(0.99)
 
 
-@pytest.mark.parametrize("write", [scale, give_other_data, scale_past_autograd])
-def test_parameters_written_to_and_trained_on_before_all_have_met(
+WRITES = pytest.mark.parametrize("write", [scale, give_other_data, scale_past_autograd])
+
+
+@WRITES
+@BOTH
+def test_parameters_that_all_have_written_to_are_new_to_all_in_the_next_forward(
+    write: Callable[[nn.Parameter], None], sharding: str
+) -> None:
+    """A forward with or without gradients meets all members first: none finds others' former values."""
+    script = Script("gpt", (1.0, 1.0), sgd)
+
+    def write_all(model: Any) -> float:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                write(parameter)
+            return float(script.loss(model, 0, 99))
+
+    def body(member: Member, model: Any, optimizer: Any, fitted: Sharded) -> list[float]:
+        seen = []
+        for step in range(3):
+            optimizer.zero_grad()
+            script.backward(model, member.rank, step, fitted)
+            optimizer.step()
+            seen.append(write_all(model))
+        return seen
+
+    found = share_between(script, 0.5, body, sharding=sharding)
+    model, optimizer = script.build()
+    seen = []
+    for step in range(3):
+        optimizer.zero_grad()
+        for rank in range(2):
+            script.backward(model, rank, step, None)
+        optimizer.step()
+        seen.append(write_all(model))
+    for told, values in found:
+        assert same(told, seen)
+        assert same(values, values_of(model))
+
+
+@WRITES
+def test_parameters_that_one_member_alone_has_written_to_end_the_run_with_a_line(
     write: Callable[[nn.Parameter], None],
 ) -> None:
     script = Script("gpt", (1.0, 1.0))
 
     def body(member: Member, model: Any, optimizer: Any, fitted: Sharded) -> Any:
         script.train(member, model, optimizer, fitted, 1)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                write(parameter)
-        with pytest.raises(
-            UserError, match=r"has written to \S+.*, of which worker .* call session\.barrier\(\)"
-        ):
-            script.loss(model, member.rank, 1)
-        fitted.sync("written")
+        if member.rank == 0:
+            with torch.no_grad():
+                write(model.head.weight)
         script.train(member, model, optimizer, fitted, 1)
 
-    share_between(script, 0.5, body)
+    said = r"worker 0 is in a forward after the script wrote to parameters \(.*\); worker 1 is .*\. All"
+    with pytest.raises(MismatchError, match=said):
+        share_between(script, 0.5, body)
 
 
 def clip(most: float) -> Callable[[Sharded], None]:

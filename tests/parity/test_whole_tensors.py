@@ -4,7 +4,9 @@ PyTorch. In float64 the two differ in the order of additions at most.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +15,14 @@ from kinds import check_equal
 from torch import Tensor, nn
 
 import atoll
-from atoll.core.config import Config
+from atoll.core.config import Config, Run, Sync
 from atoll.core.errors import PrepareError, UserError
+from atoll.core.memory import Memory
+from atoll.memory.parameters import ChunkParameter
+from atoll.tensors.stepunit import tensor_bytes
 from support.optimizers import BlockwiseSGD, ManyStates
 from support.pool import WorkerPool, ring_of_one
-from support.runs import alone, run_at
+from support.runs import KINDS, alone, run_at, run_with
 
 STEPS, SAMPLES, WORLD = 4, 4, 2
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -83,6 +88,16 @@ def trained(session: atoll.Session, make: Make) -> tuple[list[list[Tensor]], dic
     return steps_of(model, optimizer, share), optimizer.state_dict()["state"]
 
 
+def trained_in_tiers(session: atoll.Session, make: Make) -> tuple[list[list[Tensor]], dict[int, Any]]:
+    """Train, and see that the model lies in tiers. The states are read within the session."""
+    model = tall(bias=make is not muon)
+    optimizer = make(model.parameters())
+    session.prepare(model, optimizer)
+    assert all(isinstance(parameter, ChunkParameter) for parameter in model.parameters())
+    share = slice(session.rank * SAMPLES, (session.rank + 1) * SAMPLES)
+    return steps_of(model, optimizer, share), copy.deepcopy(optimizer.state_dict()["state"])
+
+
 def check_states(found: Any, right: Any) -> None:
     """Check that two states have equal keys, shapes, dtypes and kinds, and nearly equal values."""
     assert isinstance(found, type(right))  # a tensor may be read when it is used
@@ -132,6 +147,43 @@ def test_one_asynchronous_worker_steps_as_plain_torch(pool: WorkerPool, kind: st
     check_like_plain(run_at(pool, kind, trained, make, world=1), make)
 
 
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("kind", ["tiers", "server tiers", "peers tiers"])
+def test_each_step_in_tiers_is_plain_torchs(pool: WorkerPool, kind: str, make: Make) -> None:
+    """Members of a ring have whole chunks; shards and CPU sides step whole tensors for values in tiers."""
+    if kind == "server tiers" and make is many_states:
+        pytest.skip("its class is the test's own, which a shard does not import")
+    check_like_plain(run_at(pool, kind, trained_in_tiers, make, world=WORLD), make)
+
+
+@pytest.mark.parametrize("make", [muon, adafactor])
+def test_each_step_of_a_group_in_tiers_is_plain_torchs(pool: WorkerPool, make: Make) -> None:
+    config = Config(run=Run(strategy="ps-hra"), sync=Sync(consistency="bsp"), memory=KINDS["tiers"].memory)
+    check_like_plain(run_with(pool, config, trained_in_tiers, make, world=WORLD, shards=1), make)
+
+
+def gone_back(session: atoll.Session, make: Make, folder: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the values at the end of a run, and after the same steps from a checkpoint in between."""
+    model = tall(bias=make is not muon)
+    optimizer = make(model.parameters())
+    session.prepare(model, optimizer)
+    share = slice(session.rank * SAMPLES, (session.rank + 1) * SAMPLES)
+    steps_of(model, optimizer, share)
+    session.save(folder)
+    then = steps_of(model, optimizer, share)[-1]
+    session.load(folder)
+    return then, steps_of(model, optimizer, share)[-1]
+
+
+@pytest.mark.parametrize("make", [muon, adafactor])
+@pytest.mark.parametrize("kind", ["tiers", "server tiers", "peers tiers"])
+def test_a_checkpoint_in_tiers_has_every_state(
+    pool: WorkerPool, kind: str, make: Make, tmp_path: Path
+) -> None:
+    for then, again in run_at(pool, kind, gone_back, make, str(tmp_path / "saved"), world=WORLD):
+        assert all(map(torch.equal, then, again))
+
+
 @pytest.mark.parametrize("tiers", [False, True], ids=["resident", "tiers"])
 @pytest.mark.parametrize("make", [*MAKERS, blockwise])
 def test_a_worker_alone_is_bit_equal(make: Make, tiers: bool) -> None:
@@ -140,6 +192,48 @@ def test_a_worker_alone_is_bit_equal(make: Make, tiers: bool) -> None:
         for found, expected in zip(one, other, strict=True):
             assert torch.equal(found, expected)
     check_states(state, kept)
+
+
+def deep() -> nn.Sequential:
+    """Return a model of which the budget of `under_a_quarter` is a quarter."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(9) for layer in (nn.Linear(32, 32, bias=False), nn.Tanh())]
+    return nn.Sequential(*layers).double()
+
+
+def under_a_quarter(session: atoll.Session, make: Make) -> tuple[list[list[Tensor]], Any, int]:
+    model = deep()
+    optimizer = make(model.parameters())
+    budget = sum(parameter.nbytes for parameter in model.parameters()) // 4
+    session.prepare(model, optimizer, memory=Memory(device=str(budget), chunk="4096", step="host"))
+    share = slice(session.rank * SAMPLES, (session.rank + 1) * SAMPLES) if session.world > 1 else slice(None)
+    seen = steps_of(model, optimizer, share)
+    tiers = session._state.prepared[0].tiers
+    assert tiers is not None
+    assert tiers.fitted is not None
+    figures = tiers.fitted.stats()
+    assert figures.device_peak <= budget
+    return seen, copy.deepcopy(optimizer.state_dict()["state"]), figures.device_peak
+
+
+@pytest.mark.parametrize("world", [1, WORLD])
+@pytest.mark.parametrize("make", [adafactor, blockwise])
+def test_a_quarter_of_the_model_on_the_device(pool: WorkerPool, make: Make, world: int) -> None:
+    """Row and column factors, and 8-bit codes with their scales, under a budget of a quarter of the values.
+
+    The states are as many bytes as plain torch's.
+    """
+    model = deep()
+    optimizer = make(model.parameters())
+    right = steps_of(model, optimizer, slice(None) if world == 1 else slice(0, world * SAMPLES))
+    kept = optimizer.state_dict()["state"]
+    for seen, state, _ in run_with(pool, KINDS["ring"], under_a_quarter, make, world=world):
+        for one, other in zip(seen, right, strict=True):
+            if world == 1:
+                assert all(map(torch.equal, one, other))
+            check_equal(one, other)
+        assert tensor_bytes(state) == tensor_bytes(kept)
+        check_states(state, kept)
 
 
 def test_the_script_may_say_the_unit() -> None:

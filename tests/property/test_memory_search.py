@@ -192,6 +192,30 @@ def test_owners_are_dealt_evenly(nbytes: list[int], members: int) -> None:
     assert max(loads) - min(loads) <= max(nbytes, default=0)
 
 
+@given(
+    st.lists(st.integers(1, 2**40), min_size=1, max_size=60),
+    st.floats(0.1, 10),
+    st.integers(1, 9),
+)
+def test_steps_that_take_as_long_as_their_bytes_are_dealt_as_by_bytes(
+    nbytes: list[int], pace: float, members: int
+) -> None:
+    seconds = [size * pace for size in nbytes]
+    owners = owners_of(nbytes, [range(members)] * len(nbytes), seconds)
+    loads = [sum(n for n, owner in zip(nbytes, owners, strict=True) if owner == m) for m in range(members)]
+    assert max(loads) - min(loads) <= max(nbytes) * (1 + 1e-9)
+
+
+def test_owners_are_balanced_by_the_time_of_their_steps() -> None:
+    """Eight matrices of 1,024 x 1,024, whose steps take long, and eight vectors of as many bytes."""
+    nbytes, seconds = [2**22] * 16, [1.0] * 8 + [0.01] * 8
+    owners = owners_of(nbytes, [range(4)] * 16, seconds)
+    took = [sum(s for s, owner in zip(seconds, owners, strict=True) if owner == m) for m in range(4)]
+    held = [owners.count(member) for member in range(4)]
+    assert max(took) <= 1.1 * sum(took) / 4
+    assert held == [4, 4, 4, 4]
+
+
 @given(st.lists(st.tuples(st.integers(1, 2**40), st.sets(st.integers(0, 9), min_size=1)), max_size=60))
 def test_chunks_are_split_evenly_over_their_groups(chunks: list[tuple[int, set[int]]]) -> None:
     groups = [sorted(group) for _, group in chunks]

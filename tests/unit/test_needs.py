@@ -390,14 +390,9 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         "use one whose step() needs no closure, such as torch.optim.AdamW or SGD",
     ),
     "optimizer-by-tensor": (
-        Choices({**BY_TENSOR, "store": "sharded"}),
-        "optimizer Muon is not element-wise (it came out different), and with these budgets of memory",
-        "leave out the budgets, or use one that is, such as torch.optim.AdamW or SGD",
-    ),
-    "optimizer-by-tensor-served": (
-        Choices({**BY_TENSOR, **TIERED, "sync": "asp", "run.strategy": "server"}),
-        "optimizer Muon is not element-wise (it came out different), and under strategy 'server' with",
-        "leave out the budgets, or use one that is, such as torch.optim.AdamW or SGD",
+        Choices({**BY_TENSOR, "store": "sharded", "memory.sharding": "symmetric"}),
+        "optimizer Muon is not element-wise (it came out different), and memory.sharding 'symmetric' cuts",
+        "leave memory.sharding out, or set it to 'asymmetric'",
     ),
     "optimizer-data": (
         Choices({"optimizer": "Own", "moves": True, "why": "it sets p.data; let it write into p"}),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peer_model import SHAPES, WEIGHTS, PeerModel
+from torch import nn
 
 from atoll.chunks import ParameterSpec, lay_out
 from atoll.core.errors import RunError, UserError
@@ -17,6 +18,7 @@ from atoll.exchange.fingerprint import fingerprint
 from atoll.exchange.globalparameters import Contribution, GlobalParameters, sum_of_bits
 from atoll.exchange.globalstate import pack_globals
 from atoll.wire.device import Clip
+from atoll.wire.messages import plain_hyperparameters
 
 TWO = [{"lr": 0.05}, {"lr": 0.02, "weight_decay": 0.1}]
 KINDS: list[tuple[type[torch.optim.Optimizer], list[dict[str, Any]], bool]] = [
@@ -306,6 +308,20 @@ def test_memory_is_as_told() -> None:
     assert told["optimizer"] == sum(flat.nbytes for elements in kept for flat in elements.values())
     assert len(pack_globals(parameters)) >= told["optimizer"]
     assert sum(math.prod(shape) for shape in SHAPES) * 4 <= told["parameters"]
+
+
+def test_packed_states_count_with_their_own_bytes() -> None:
+    """An optimizer that steps whole tensors keeps other states than one of each element's size."""
+    layout = lay_out([ParameterSpec("w", (16, 24), "float32", settings="0")])
+    settings = plain_hyperparameters(torch.optim.Adafactor([nn.Parameter(torch.zeros(16, 24))]).param_groups)
+    parameters = GlobalParameters(layout, "torch.optim.Adafactor", settings, by_tensor=True)
+    assert parameters.nbytes()["optimizer"] == 0  # before the first step
+    gradients = {0: torch.ones(layout.chunks[0].extent)}
+    given = Contribution(0, 0, 1.0, 1.0, gradients, {0: b"\1"}, settings)
+    parameters.apply(0, [given])
+    told = parameters.nbytes()
+    assert told["optimizer"] == 4 * (16 + 24)  # row and column factors
+    assert told["twin"] == 2 * 4 * 16 * 24 + told["optimizer"]
 
 
 @pytest.mark.parametrize("what", ["weight", "samples", "alike"])

@@ -17,7 +17,7 @@ from atoll.chunks import lay_out
 from atoll.core.config import Config, Run, Sync
 from atoll.core.errors import ConfigError, UserError
 from atoll.core.memory import Memory, MemoryFigures
-from atoll.exchange.globalparameters import GlobalParameters
+from atoll.exchange.globalparameters import Contribution, GlobalParameters
 from atoll.exchange.hostmemory import host_bytes, plan_memory, slots_for
 from atoll.memory import copies, planning
 from atoll.memory.bandwidth import measure
@@ -358,6 +358,26 @@ def test_what_cannot_be_kept_to_is_refused_before_the_model_is_touched(memory: M
     assert "\n" not in str(caught.value)
     assert side.of(SetUp) == []
     session._leaving.leave()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Muon])
+def test_states_of_whole_tensors_count_with_the_bytes_that_a_step_makes(
+    kind: type[torch.optim.Optimizer],
+) -> None:
+    weights = {str(n): p for n, p in enumerate(build().parameters()) if p.ndim == 2}
+    optimizer = kind(weights.values())  # type: ignore[call-arg]
+    layout = lay_out(specs_of(weights, dict.fromkeys(weights.values(), "0")))
+    settings = plain_hyperparameters(optimizer.param_groups)
+    held = GlobalParameters(layout, full_name(kind), settings, by_tensor=True)
+    gradients = {chunk.id: torch.ones(chunk.extent) for chunk in layout.trainable}
+    present = {chunk.id: b"\1" * len(chunk.slots) for chunk in layout.trainable}
+    held.apply(0, [Contribution(0, 0, 1.0, 1.0, gradients, present, settings)])
+    kept = host_bytes(
+        plan_memory(layout, slots_for(0)), held.nbytes(), NodeSettings(stale_max=0).most_held(3)
+    )
+    assert least_host_bytes(layout, optimizer, 0, 3, 1) == kept.total
+    each = 2 * WIDTH if kind is torch.optim.Adafactor else WIDTH**2
+    assert held.nbytes()["optimizer"] == LAYERS * 4 * each
 
 
 def test_the_host_budget_is_held_against_what_a_node_keeps() -> None:

@@ -6,7 +6,17 @@ import pytest
 import torch
 
 from support.pool import Failure, JobFailedError
-from support.table import PAGE, Record, Shown, compare, outcome_of, outcome_of_rival, scripts
+from support.table import (
+    PAGE,
+    Outcome,
+    Record,
+    Shown,
+    budget_named_in,
+    compare,
+    outcome_of,
+    outcome_of_rival,
+    scripts,
+)
 
 
 def shown(losses: list[float], value: float) -> Shown:
@@ -83,6 +93,19 @@ def test_a_rival_refuses_what_its_own_code_raises_on_purpose(
 ) -> None:
     given = {rank: Failure(rank, "RuntimeError", *each) for rank, each in enumerate(failures)}
     assert outcome_of_rival(JobFailedError(given)).kind == kind
+
+
+@pytest.mark.parametrize(
+    ("line", "budget"),
+    [
+        ("the budget of the device is too small: ...; 40961 bytes (40.0 KiB) would do", "41KiB"),
+        ("keep no views, or raise memory.device from 28.0 KiB to 32768 bytes (32.0 KiB), which", "32KiB"),
+        ("raise memory.device from 44.0 KiB to at least 57344 bytes (56.0 KiB); 61440 bytes", "56KiB"),
+        ("parameter '0.weight' gets sparse gradients", ""),
+    ],
+)
+def test_the_way_out_of_a_refusal_is_the_budget_that_it_names(line: str, budget: str) -> None:
+    assert budget_named_in(Outcome("refused", line)) == budget
 
 
 def test_there_are_enough_scripts_and_each_says_what_it_does() -> None:

@@ -551,21 +551,12 @@ def _of_models() -> Iterator[Need]:
         "optimizer {optimizer} cannot step parameters that lie in chunks: {why}",
         PrepareError,
     )
-    by_tensor = "optimizer {optimizer} is not element-wise ({why}), "
     yield Need(
         "optimizer-by-tensor",
         prepare,
-        {"unit": Is("tensor"), "store": Is("sharded", "lent")},
-        by_tensor + "and with these budgets of memory workers hold parts of tensors; leave out the budgets, "
-        "or use one that is, such as torch.optim.AdamW or SGD",
-        PrepareError,
-    )
-    yield Need(
-        "optimizer-by-tensor-served",
-        prepare,
-        {"unit": Is("tensor"), "store": Is("tiered"), "sync": Is("bsp", "ssp", "asp")},
-        by_tensor + "and under strategy {run.strategy!r} with budgets of memory its state would not come "
-        "back; leave out the budgets, or use one that is, such as torch.optim.AdamW or SGD",
+        {"unit": Is("tensor"), "store": Is("sharded"), "memory.sharding": Is("symmetric")},
+        "optimizer {optimizer} is not element-wise ({why}), and memory.sharding 'symmetric' cuts tensors "
+        "into parts; leave memory.sharding out, or set it to 'asymmetric'",
         PrepareError,
     )
     yield Need(

@@ -317,12 +317,12 @@ class GlobalParameters:
         an Overlay does not show yet, and of "scratch" memory at most."""
         state, trained, largest = 0, 0, {"values": 0}  # `largest`: scratch memory of each kind
         for id_ in self.chunks:
-            extent, values = self.layout.chunks[id_].extent, self.optimizer.nbytes(id_)
+            values = self.optimizer.nbytes(id_)
             trained += values if self.optimizer.trains(id_) else 0
             largest["values"] = max(largest["values"], 2 * values)  # the mean, and the values before a step
-            for key, dtype in self.optimizer.state_dtypes(id_).items():
-                state += extent * dtype.itemsize
-                largest[key] = max(largest.get(key, 0), extent * dtype.itemsize)
+            for key, nbytes in self.optimizer.state_bytes(id_).items():
+                state += nbytes
+                largest[key] = max(largest.get(key, 0), nbytes)
         parameters = sum(chunk.nbytes for chunk in self.layout.chunks)
         scratch = sum(largest.values()) * self._crew.size
         twin = 2 * trained + state

@@ -28,7 +28,7 @@ from atoll.exchange.hostmemory import ALIGNMENT, aligned, map_bytes, resize
 from atoll.exchange.sentgroups import sent_groups
 from atoll.tensors.binding import BoundChunk, carve
 from atoll.tensors.lazy import LazyTensor
-from atoll.tensors.packing import PACKED, moved, pack
+from atoll.tensors.packing import PACKED, moved, pack, unpack_lazily
 from atoll.tensors.packing import unpack as states_of
 from atoll.tensors.payload import bytes_in
 from atoll.tensors.stepunit import Unit
@@ -304,7 +304,7 @@ def unpack_optimizer(
     They are on the parameters' devices, in the optimizer's order of parameters.
 
     Args:
-        lazily: True if element-wise states stay in `raw`, and are copied when they are read.
+        lazily: True if states stay in `raw`, and are copied when they are read.
 
     Raises UserError as `unpack` does.
     """
@@ -314,8 +314,13 @@ def unpack_optimizer(
     for part, (_, states) in zip(packed.head.parts, packed.payloads, strict=True):
         bound = bound_as[part.chunk]
         if PACKED in states:
-            whole = zip(bound.parameters, states_of(states[PACKED], part.slots), strict=True)
-            found.update({parameter: moved(own, parameter.device) for parameter, own in whole if own})
+            device = bound.parameters[0].device
+            if lazily:
+                read = partial(_itself, states[PACKED])
+                whole = unpack_lazily(read, part.slots, device)
+            else:
+                whole = [moved(own, device) for own in states_of(states[PACKED], part.slots)]
+            found.update({p: own for p, own in zip(bound.parameters, whole, strict=True) if own})
             continue
         for slot, parameter, numbers in zip(bound.chunk.slots, bound.parameters, part.slots, strict=True):
             kept = {
@@ -337,6 +342,10 @@ def unpack_optimizer(
                 found[parameter] = state
     known = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return {parameter: found[parameter] for parameter in known if parameter in found}
+
+
+def _itself(value: Tensor) -> Tensor:
+    return value
 
 
 def _copy_of(value: Tensor, device: torch.device) -> Tensor:

@@ -10,7 +10,7 @@ import errno
 import mmap
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -104,6 +104,29 @@ def _steps(optimizer: torch.optim.Optimizer | None, device: torch.device, shape:
 
     step()  # the first step makes the state
     return parameter.numel() / max(_least(step, _TRIALS), 1e-9)
+
+
+def step_seconds(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> list[float]:
+    """Return how long the optimizer's step of each parameter as a whole takes on the host: 0 for others'
+    parameters.
+
+    One step of each shape is timed, after a first one that makes the state.
+    """
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    known: dict[object, float] = {}
+
+    def seconds(like: nn.Parameter) -> float:
+        group = groups.get(id(like))
+        key = id(group), tuple(like.shape), like.dtype
+        if group is not None and key not in known:
+            parameter = nn.Parameter(torch.zeros(like.shape, dtype=like.dtype))
+            parameter.grad = torch.ones_like(parameter)
+            probe = copy_for(optimizer, group, [parameter])
+            type(optimizer).step(probe)
+            known[key] = _least(lambda: type(optimizer).step(probe), 1)
+        return known.get(key, 0.0)
+
+    return list(map(seconds, parameters))
 
 
 def _disk(folder: str, nbytes: int) -> tuple[float, float]:

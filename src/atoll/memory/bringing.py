@@ -10,6 +10,7 @@ import torch
 from atoll.core.errors import DeadlineError
 from atoll.memory.home import Home
 from atoll.memory.stays import Stay
+from atoll.tensors.torch_compat import outside_dispatch_modes
 
 _DEADLINE = 600.0  # seconds; even with the slowest disk a chunk comes in less
 
@@ -41,7 +42,7 @@ class Bringing:
         self._copy(stay, tells=False)
 
     def _copy(self, stay: Stay, *, tells: bool) -> None:
-        with torch.inference_mode(False), torch.no_grad():
+        with outside_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
             self._home.bring(stay, tells=tells)
 
     def settle(self, stay: Stay) -> None:

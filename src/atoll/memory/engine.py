@@ -33,6 +33,7 @@ from atoll.memory.saved import Packed, ParameterSlot
 from atoll.memory.stays import Stay
 from atoll.moves import Cache, Full, StepStatistics
 from atoll.moves.cache import CachePlacement
+from atoll.tensors.torch_compat import outside_dispatch_modes
 
 
 class Engine:
@@ -123,7 +124,7 @@ class Engine:
                 for chunk in chunks:
                     stay = self._bring(chunk, chunks)
                     stay.given_out |= gives_out
-                    if gives_out and self.home.must_tell(chunk):
+                    if gives_out and self.home.must_tell:
                         stay.seal()
                     self._pins[chunk] += 1
                     pinned_here.append(chunk)
@@ -301,7 +302,7 @@ class Engine:
         if versions == stay.versions and not stay.given_out:
             return
         is_changed = versions != stay.versions or stay.is_seal_broken
-        with torch.no_grad(), self.home.values(each, writes=True) as values:
+        with outside_dispatch_modes(), torch.no_grad(), self.home.values(each, writes=True) as values:
             stay.return_to(values)
         self.written_back += 1
         self._moved.count("to_host", each)

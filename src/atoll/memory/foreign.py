@@ -22,59 +22,39 @@ from atoll.memory.payloads import MASTER, state_kind
 from atoll.memory.sharing import FetchCache, Sharing
 from atoll.memory.states import ChunkStates
 from atoll.memory.stepqueue import Settings
-from atoll.tensors.optimizer import State
+from atoll.tensors.optimizer import State, copied
+from atoll.tensors.packing import pack, unpack
 
-_MOST_BYTES = 2**20  # of one `_Number`: a state kept for a parameter as a whole is a scalar or little more
-
-
-class _Number(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor that the optimizer keeps for a parameter as a whole."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data: bytes
-
-
-Value: TypeAlias = _Number | bool | int | float | str | None
+_Told: TypeAlias = tuple[State, dict[str, torch.dtype]]  # numbers and element-wise states' dtypes, by key
 
 
 class _Slot(msgspec.Struct, frozen=True):
     """The description of one parameter's state.
 
     Attributes:
-        numbers: values kept for the parameter as a whole, by key.
+        numbers: values kept for the parameter as a whole, by key, as words (`tensors/packing.py`).
         kept: dtypes of the element-wise states, by key.
     """
 
-    numbers: dict[str, Value]
+    numbers: dict[str, Any]
     kept: dict[str, str]
+
+
+class _Description(msgspec.Struct, frozen=True):
+    """The description of the states of a chunk's parameters; `packed` has the bytes of their numbers."""
+
+    slots: list[_Slot]
+    packed: bytes = b""
 
 
 def described(states: ChunkStates) -> bytes:
     """Return the description of the states of a chunk's parameters, as bytes that `SharedStates` reads."""
-    slots = [
-        _Slot(
-            {
-                key: _told(key, value, states.trained.names[slot])
-                for key, value in states.numbers(slot).items()
-            },
-            {key: str(dtype).removeprefix("torch.") for key, dtype in states.kept(slot).items()},
-        )
-        for slot in range(len(states.trained.parameters))
+    slots = range(len(states.trained.parameters))
+    packed, words = pack([states.numbers(slot) for slot in slots])
+    kept = [
+        {key: str(dtype).removeprefix("torch.") for key, dtype in states.kept(slot).items()} for slot in slots
     ]
-    return msgspec.msgpack.encode(slots)
-
-
-def _told(key: str, value: Any, name: str) -> Value:
-    if isinstance(value, Tensor):
-        data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        return _Number(str(value.dtype).removeprefix("torch."), tuple(value.shape), data)
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise UserError(
-        f"the optimizer keeps a {type(value).__name__} as {key!r} for {name!r}, which other workers cannot "
-        "be told; it can keep tensors, numbers and texts"
-    )
+    return msgspec.msgpack.encode(_Description(list(map(_Slot, words, kept)), packed.numpy().tobytes()))
 
 
 class SharedStates:
@@ -96,20 +76,20 @@ class SharedStates:
         own: ChunkStates | None = None,
     ) -> None:
         self.trained, self.group, self._sharing, self._cache, self._own = trained, group, sharing, cache, own
-        self._known: dict[int, Sequence[_Slot]] = {}  # the descriptions, by holder
+        self._known: dict[int, Sequence[_Told]] = {}  # what the descriptions say, by holder
         self._count = -1  # the value of `sharing.count` at which they were fetched
 
     def numbers(self, slot: int) -> State:
         """Return copies of the state kept for a parameter as a whole."""
         if self._own is not None and self._own.portion.has(slot):
             return self._own.numbers(slot)
-        return {key: _heard(value) for key, value in self._told(slot).numbers.items()}
+        return {key: copied(value) for key, value in self._told(slot)[0].items()}
 
     def kept(self, slot: int) -> dict[str, torch.dtype]:
         """Return the dtypes of the element-wise states, by key."""
         if self._own is not None and self._own.portion.has(slot):
             return self._own.kept(slot)
-        return {key: _dtype(name) for key, name in self._told(slot).kept.items()}
+        return self._told(slot)[1]
 
     def elements(self, slot: int, key: str) -> Tensor:
         """Return a copy of the element-wise state `key`, with the parameter's shape and strides."""
@@ -124,8 +104,8 @@ class SharedStates:
         if self._own is not None:
             self._own.load(slot, state, settings)
 
-    def _told(self, slot: int) -> _Slot:
-        """Return the description of a slot by a member that holds some of its parameter."""
+    def _told(self, slot: int) -> _Told:
+        """Return what a member that holds some of a slot's parameter says of it."""
         begin, end = self.trained.place(slot)
         others = self._cache.parts[self.trained.chunk.id]
         if not self.trained.extent:  # no parameter has elements: one member has the chunk
@@ -133,7 +113,7 @@ class SharedStates:
         holder = next(part.member for part in others if part.begin < end and begin < part.end)
         return self._slots(holder)[slot]
 
-    def _slots(self, holder: int) -> Sequence[_Slot]:
+    def _slots(self, holder: int) -> Sequence[_Told]:
         if self._count != self._sharing.count:
             self._known, self._count = {}, self._sharing.count
         if holder not in self._known:
@@ -141,34 +121,28 @@ class SharedStates:
             word = self._sharing.description(chunk, holder)
             who = f"worker {holder}'s word on {self._sharing.words(chunk)}"
             try:
-                slots = from_msgpack(word, list[_Slot]) if word else [_Slot({}, {})] * count
-            except msgspec.MsgspecError as error:
+                self._known[holder] = _heard(word) if word else [({}, {})] * count
+            except (msgspec.MsgspecError, UserError) as error:
                 raise RunError(f"{who}: {error}") from None
-            if len(slots) != count:
-                raise RunError(f"{who} speaks of {len(slots)} parameters, and it has {count}")
-            self._known[holder] = slots
+            found = len(self._known[holder])
+            if found != count:
+                del self._known[holder]
+                raise RunError(f"{who} speaks of {found} parameters, and it has {count}")
         return self._known[holder]
 
 
-def _heard(value: Value) -> Any:
-    if not isinstance(value, _Number):
-        return value
-    dtype, numel = _dtype(value.dtype), 1
-    for size in value.shape:
-        numel *= size
-    if numel < 0 or numel * dtype.itemsize != len(value.data) or len(value.data) > _MOST_BYTES:
-        raise RunError(
-            f"a number of an optimizer's state has {len(value.data)} bytes for {value.shape} of {dtype}"
-        )
-    return (
-        torch.frombuffer(bytearray(value.data), dtype=dtype).view(value.shape)
-        if numel
-        else torch.empty(value.shape, dtype=dtype)
-    )
+def _heard(word: bytes) -> list[_Told]:
+    said = from_msgpack(word, _Description)
+    packed = torch.empty(0, dtype=torch.uint8)
+    if said.packed:
+        packed = torch.frombuffer(bytearray(said.packed), dtype=torch.uint8)
+    numbers = unpack(packed, [each.numbers for each in said.slots])
+    kept = [{key: _dtype(name) for key, name in each.kept.items()} for each in said.slots]
+    return list(zip(numbers, kept, strict=True))
 
 
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise RunError(f"an optimizer's state is of {name!r}, which is no dtype")
+        raise UserError(f"an optimizer's state is of {name!r}, which is no dtype")
     return dtype

@@ -59,7 +59,8 @@ class Home(Protocol):
     def written_back(self, each: TrainedChunk) -> None:
         """Note that values which the script may have changed were copied into `values`."""
 
-    def must_tell(self, chunk: int) -> bool:  # noqa: ARG002
+    @property
+    def must_tell(self) -> bool:
         """True if `written` must also be called for writes that autograd does not count (`p.data.mul_()`).
 
         The engine then takes a checksum each time it gives out the chunk's memory.
@@ -139,8 +140,9 @@ class HostHome(Home):
             self.wait_stepped(chunk)
             self._states[chunk].follow_values()
 
-    def must_tell(self, chunk: int) -> bool:
-        return self._sharing is not None and not self._sharing.holds_all(chunk)
+    @property
+    def must_tell(self) -> bool:
+        return self._sharing is not None and self._sharing.members.count > 1
 
 
 def copied(each: TrainedChunk, slot: int, value: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from atoll.memory.stepqueue import Settings, StepQueue
 from atoll.tensors.lazy import LazyTensor, read_whole
 from atoll.tensors.optimizer import State
 from atoll.tensors.stephooks import Handle
+from atoll.tensors.stepunit import tensor_bytes
 from atoll.tensors.torch_compat import tree_map_only
 
 
@@ -101,11 +102,12 @@ class PlainState:
         self._shown.lose(why)
 
     def nbytes(self) -> int:
-        """Return the bytes of all element-wise states in plain torch's form. No step may be under way."""
+        """Return the bytes of all states in plain torch's form, but for tensors of no dimension. No step may
+        be under way."""
         return sum(
-            states.trained.chunk.slots[slot].numel * dtype.itemsize
+            states.trained.chunk.slots[slot].numel * sum(kept.itemsize for kept in states.kept(slot).values())
+            + tensor_bytes(states.numbers(slot))
             for states, slot in self._slots.values()
-            for dtype in states.kept(slot).values()
         )
 
     def _show(self, *, whole: bool) -> None:

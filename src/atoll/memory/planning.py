@@ -38,6 +38,7 @@ def choose(
     sums: bool = False,
     network: float = 0.0,
     between: float = 0.0,
+    step_seconds: tuple[float, ...] = (),
 ) -> MemoryPlan:
     """Return the plan for this model under `budgets`.
 
@@ -51,6 +52,7 @@ def choose(
         sums: True if a group's sums lie beside a member's own gradients.
         network: bytes/s each way between members; 0 for not known.
         between: bytes/s each way between groups that each hold a replica; 0 for not known.
+        step_seconds: how long the step of each parameter takes, equal on all members; empty for not known.
 
     Raises UserError with the least budget that would do, ConfigError if the disk's folder cannot be written
     to, and PrepareError for an optimizer that cannot step under budgets.
@@ -62,8 +64,12 @@ def choose(
     if optimizer is not None:
         unit = unit_of(optimizer)
         store = "tiered" if share is None else "sharded"
-        check("prepare", Choices({**unit.facts, "store": store}))  # before its step is timed
+        facts = {"store": store, "memory.sharding": budgets.pins.sharding}
+        check("prepare", Choices({**unit.facts, **facts}))  # before its step is timed
         by_tensor = unit.by_tensor
+        if by_tensor and share is not None:  # one member has all of a tensor
+            pins = msgspec.structs.replace(budgets.pins, sharding="asymmetric")
+            budgets = msgspec.structs.replace(budgets, pins=pins)
     if bandwidths is None:
         device = next(model.parameters()).device
         bandwidths = measure(device, optimizer, budgets.folder, measurable(budgets), by_tensor)
@@ -74,6 +80,7 @@ def choose(
         profile = profile_of(model, optimizer, uses, master=budgets.master, measured=False)
     if elsewhere is not None:
         profile = msgspec.structs.replace(profile, elsewhere=True, staging_bytes=elsewhere, sums=sums)
+    profile = msgspec.structs.replace(profile, step_seconds=step_seconds)
     return search_plan(profile, bandwidths, budgets, share=share, lent=lent)
 
 

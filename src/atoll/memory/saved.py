@@ -26,9 +26,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
+from atoll.core.errors import UserError
 from atoll.memory.calls import caller, is_under_way
 from atoll.memory.interrupts import uninterrupted
-from atoll.tensors.torch_compat import saved_tensors_hooks_in_force, untraced, version_of
+from atoll.tensors.torch_compat import (
+    saved_tensors_hooks_are_allowed,
+    saved_tensors_hooks_in_force,
+    untraced,
+    version_of,
+    within_transforms,
+)
 
 
 class ChunkOwner(Protocol):
@@ -165,7 +172,7 @@ def hooks_are_active() -> bool:
 def entered() -> AbstractContextManager[Any]:
     """Return a context in which tensors saved for backward do not hold their chunk; an empty one if hooks are
     active."""
-    if torch.is_grad_enabled() and not hooks_are_active():
+    if torch.is_grad_enabled() and saved_tensors_hooks_are_allowed() and not hooks_are_active():
         return saved_tensors_hooks(ADDRESSES.pack, unpack)
     return _NOTHING
 
@@ -189,9 +196,11 @@ _OPEN = _Open()
 
 # Functions at module level, so that a model can be copied and pickled with its hooks.
 @untraced
-def _before(_module: nn.Module, _inputs: Any) -> None:
+def _before(module: nn.Module, _inputs: Any) -> None:
     leave_gone()
     if _OPEN.depth == 0:
+        if not saved_tensors_hooks_are_allowed():
+            _check_transformed(module)
         _OPEN.call = caller()
         if _OPEN.context is _NOTHING:
             _OPEN.context = entered()
@@ -204,6 +213,17 @@ def _after(_module: nn.Module, _inputs: Any, _output: Any) -> None:
     _OPEN.depth = max(_OPEN.depth - 1, 0)
     if _OPEN.depth == 0:
         _leave()
+
+
+def _check_transformed(module: nn.Module) -> None:
+    """Raise UserError if a transform of torch.func has wrapped a parameter whose values lie in a chunk."""
+    for name, parameter in module.named_parameters():
+        if isinstance(getattr(within_transforms(parameter), "_atoll", None), ParameterSlot):
+            raise UserError(
+                f"a transform of torch.func cannot follow parameter {name!r} itself, which lies in Atoll's "
+                "memory under budgets; transform copies: {name: p.clone() for name, p in "
+                "model.named_parameters()}"
+            )
 
 
 def _leave() -> None:

@@ -8,6 +8,7 @@ of a backward. Each member steps what it holds. Source: docs/memory.md, "Members
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -32,6 +33,7 @@ from atoll.memory.plainstate import States
 from atoll.memory.sharedgradients import SharedGradients
 from atoll.memory.sharing import Sharing
 from atoll.memory.states import ChunkStates, chunk_states, group_numbers
+from atoll.memory.stepping import state_dtypes
 from atoll.moves.search import MemoryPlan
 from atoll.tensors.clipping import check_max_norm
 from atoll.tensors.modulehooks import LeftBehind
@@ -114,7 +116,10 @@ class Sharded(Moving):
     def _states_of(self, optimizer: torch.optim.Optimizer) -> dict[int, ChunkStates]:
         own = [each for each in self._trained if self.sharing.holds_any(each.chunk.id)]
         parts = {each.chunk.id: self.sharing.part(each.chunk.id) for each in own}
-        return chunk_states(optimizer, own, self.sharing.own, master=self.budgets.master, parts=parts)
+        planned = partial(state_dtypes, optimizer)
+        return chunk_states(
+            optimizer, own, self.sharing.own, master=self.budgets.master, parts=parts, planned=planned
+        )
 
     def _shown(
         self, optimizer: torch.optim.Optimizer, states: Mapping[int, ChunkStates]
@@ -216,9 +221,8 @@ class Sharded(Moving):
         super()._after_step()
 
     def _before_forward(self, _module: nn.Module, _inputs: Any) -> None:
-        if torch.is_grad_enabled():  # a forward without gradients is allowed between two writes
-            edited = [chunk for chunk in self._foreign if self.engine.has_edits(chunk)]
-            self.sharing.check_written(edited)
+        if self.sharing.is_written or any(map(self.engine.has_edits, self.engine.chunks)):
+            self.sync("a forward after the script wrote to parameters")
 
     def _before_load(self, module: nn.Module, *_: Any) -> None:
         if is_loaded_itself(module, caller()):

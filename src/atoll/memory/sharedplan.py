@@ -17,10 +17,12 @@ from atoll.axes.needs import check, error_of
 from atoll.core.errors import AtollError, ConfigError, PrepareError, UserError
 from atoll.core.memory import Budgets
 from atoll.memory import planning
+from atoll.memory.bandwidth import step_seconds
 from atoll.memory.members import Members, told
 from atoll.memory.over import share_among
 from atoll.moves.owners import Holding
 from atoll.moves.search import MemoryPlan
+from atoll.tensors.stepunit import unit_of
 
 _EXCHANGED = 2**18  # elements, of 4 bytes, in the exchange that is timed
 _TRIALS = 3  # the shortest counts; the first makes the connections
@@ -62,6 +64,7 @@ def agree(
         pins = msgspec.structs.replace(budgets.pins, steps_on="host")
         budgets = msgspec.structs.replace(budgets, pins=pins)
     network, between = _network(members)
+    seconds = _step_seconds(model, optimizer, members)
     alike = zlib.crc32(repr((planning.specs_for(model, optimizer), budgets.master)).encode())
 
     def found(given: Budgets) -> tuple[MemoryPlan | None, _Word]:
@@ -69,7 +72,15 @@ def agree(
             facts = {"store": "sharded", "step share": True}
             return None, _Word(alike, str(error_of("prepare", Choices(facts))))
         try:
-            plan = planning.choose(model, optimizer, given, share=share, network=network, between=between)
+            plan = planning.choose(
+                model,
+                optimizer,
+                given,
+                share=share,
+                network=network,
+                between=between,
+                step_seconds=seconds,
+            )
         except AtollError as error:
             return None, _Word(alike, str(error))
         held = _checksum(plan.holding, members.count)
@@ -113,6 +124,20 @@ def _checksum(holding: Holding | None, count: int) -> int:
         for group, parts in zip(holding.groups, holding.parts, strict=True)
     ]
     return zlib.crc32(msgspec.msgpack.encode(shared))
+
+
+def _step_seconds(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, members: Members
+) -> tuple[float, ...]:
+    """Return how long member 0's step of each parameter takes, where whole tensors are stepped; else nothing.
+
+    It is a collective. Owners of chunks are balanced by these seconds.
+    """
+    unit = None if optimizer is None or members.count == 1 else unit_of(optimizer)
+    if optimizer is None or unit is None or unit.facts.get("unit") != "tensor" or "closure" in unit.facts:
+        return ()
+    own = step_seconds(optimizer, list(model.parameters()))
+    return tuple(told(members, own, list[float], "how long their steps take")[0])
 
 
 def _network(members: Members) -> tuple[float, float]:

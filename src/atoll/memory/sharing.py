@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from atoll.chunks import Chunk
-from atoll.core.errors import DeadlineError, UserError
+from atoll.core.errors import DeadlineError
 from atoll.memory import copies
 from atoll.memory.gradients import TrainedChunk
 from atoll.memory.grouping import ChunkGroups
@@ -81,7 +81,7 @@ class Sharing:
         self._sizes: dict[Key, tuple[int, torch.dtype]] = {}  # of payloads of which others hold a part
         self.points = SyncPoints(members, len(chunks))
         self._writes = [0] * len(chunks)  # how often this member's part of the values was written
-        # Chunks with others' parts that the script has written to since the last sync point for writes.
+        # Chunks that the script has written to since the last sync point for writes.
         self._written: set[int] = set()
         self.stages = Stages(staging_bytes)
         most = max(map(len, self._others))
@@ -277,27 +277,15 @@ class Sharing:
     # Sync points
 
     def written(self, chunk: int) -> None:
-        """Note that the script has written to a chunk's values, if others hold a part. Those writes are
-        dropped here."""
-        if not self.holds_all(chunk):
+        """Note that the script has written to a chunk's values. Writes to others' parts are dropped here."""
+        if self.members.count > 1:
             self._written.add(chunk)
 
-    def check_written(self, chunks: Sequence[int]) -> None:
-        """Raise UserError if the script has written to a chunk with others' parts, and the members have not
-        met since.
-
-        The next use could find the old values of those parts.
-
-        Args:
-            chunks: chunks with writes that were not reported to `written` yet.
-        """
-        for chunk in (*chunks, *self._written):
-            raise UserError(
-                f"the script has written to {self.words(chunk)}, of which {self.held_by_others(chunk)} "
-                f"hold{'s' * (len(self._others[chunk]) == 1)} a part, and trains on before the workers have "
-                "met: after such writes call session.barrier(), or sync() of what memory.fit gave, on all "
-                "workers"
-            )
+    @property
+    def is_written(self) -> bool:
+        """True if the script has written to values and the members have not met since: the next use could
+        find the old values of others' parts."""
+        return bool(self._written)
 
     def passed(self, changed: Sequence[int] = (), *, stepped: bool = False, published: bool = False) -> None:
         """Pass a sync point.

@@ -13,7 +13,7 @@ from atoll.memory.arena import Block
 from atoll.memory.gradients import TrainedChunk
 from atoll.memory.parameters import version
 from atoll.tensors.binding import carve
-from atoll.tensors.torch_compat import storage_handle, storage_uses
+from atoll.tensors.torch_compat import outside_dispatch_modes, storage_handle, storage_uses
 
 
 class Stay:
@@ -101,9 +101,10 @@ class Stay:
 
     def _checksum(self) -> int:
         found = 0
-        for each in (self.memory, *(self.views[slot] for slot in sorted(self._apart))):
-            run = each.as_strided((each.numel(),), (1,), each.storage_offset())
-            found = zlib.crc32(run.view(torch.uint8).cpu().numpy().data, found)
+        with outside_dispatch_modes():
+            for each in (self.memory, *(self.views[slot] for slot in sorted(self._apart))):
+                run = each.as_strided((each.numel(),), (1,), each.storage_offset())
+                found = zlib.crc32(run.view(torch.uint8).cpu().numpy().data, found)
         return found
 
     def bring(self, values: Tensor) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -147,25 +146,47 @@ def split_evenly(extents: Sequence[int], groups: Sequence[Sequence[int]]) -> Hol
     return Holding(tuple(map(tuple, groups)), tuple(parts))
 
 
-def deal_whole(extents: Sequence[int], nbytes: Sequence[int], groups: Sequence[Sequence[int]]) -> Holding:
-    """Give each chunk to one member of its group (asymmetric sharding). `nbytes` is each chunk's size at
-    home."""
-    owners = owners_of(nbytes, groups)
+def deal_whole(
+    extents: Sequence[int],
+    nbytes: Sequence[int],
+    groups: Sequence[Sequence[int]],
+    seconds: Sequence[float] = (),
+) -> Holding:
+    """Give each chunk to one member of its group (asymmetric sharding), as `owners_of` does."""
+    owners = owners_of(nbytes, groups, seconds)
     parts = tuple((Part(owner, 0, extent),) for owner, extent in zip(owners, extents, strict=True))
     return Holding(tuple(map(tuple, groups)), parts)
 
 
-def owners_of(nbytes: Sequence[int], groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
+def owners_of(
+    nbytes: Sequence[int], groups: Sequence[Sequence[int]], seconds: Sequence[float] = ()
+) -> tuple[int, ...]:
     """Return the owner of each chunk, a member of its group.
 
-    The largest chunk comes first; each goes to the member with the fewest bytes so far among this group's
-    chunks. Equal sizes give equal owners everywhere. No member gets more than the mean plus one chunk.
+    The largest chunk comes first; each goes to the member that then has the least of this group's chunks: the
+    fewest bytes, or, with `seconds`, the smallest part of all bytes or of all seconds, whichever part is
+    larger. Equal sizes give equal owners everywhere. By bytes no member gets more than the mean plus one
+    chunk.
+
+    Args:
+        nbytes: each chunk's size at home.
+        seconds: how long each chunk's step takes; empty: as its bytes.
     """
+    sizes: list[tuple[float, ...]] = [(size,) for size in nbytes]
+    if seconds and sum(seconds) > 0:
+        sizes = [
+            (size / max(sum(nbytes), 1), took / sum(seconds))
+            for size, took in zip(nbytes, seconds, strict=True)
+        ]
     owners = [0] * len(nbytes)
-    loads: dict[tuple[tuple[int, ...], int], int] = defaultdict(int)  # bytes by group and member
-    for chunk in sorted(range(len(nbytes)), key=lambda chunk: (-nbytes[chunk], chunk)):
+    loads: dict[tuple[tuple[int, ...], int], tuple[float, ...]] = {}  # by group and member
+    for chunk in sorted(range(len(nbytes)), key=lambda chunk: (-max(sizes[chunk]), chunk)):
         group = tuple(groups[chunk])
-        owner = min(group, key=lambda member: (loads[group, member], member))
+        then = {
+            member: tuple(map(sum, zip(loads.get((group, member), (0, 0)), sizes[chunk], strict=False)))
+            for member in group
+        }
+        owner = min(group, key=lambda member: (max(then[member]), member))
         owners[chunk] = owner
-        loads[group, owner] += nbytes[chunk]
+        loads[group, owner] = then[owner]
     return tuple(owners)

@@ -62,6 +62,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         elsewhere: a parameter server's shards make the steps.
         staging_bytes: host memory beside its arena, for gradients and values on their way to or from shards.
         sums: a group's sums of gradients have payloads too.
+        step_seconds: how long the step of each parameter as a whole tensor takes; empty for flat runs.
     """
 
     specs: tuple[ParameterSpec, ...]
@@ -72,6 +73,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     elsewhere: bool = False
     staging_bytes: int = 0
     sums: bool = False
+    step_seconds: tuple[float, ...] = ()
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
@@ -307,7 +309,9 @@ class _Shape:
         extents = [chunk.extent for chunk in self.map.chunks]
         if self.sharding == "symmetric":
             return split_evenly(extents, groups)
-        return deal_whole(extents, [sum(cost.payloads.values()) for cost in self.every], groups)
+        took = self.profile.step_seconds
+        seconds = [sum(took[slot.parameter] for slot in chunk.slots) for chunk in self.map.chunks if took]
+        return deal_whole(extents, [sum(cost.payloads.values()) for cost in self.every], groups, seconds)
 
     def _held(self, chunk: Chunk, holding: Holding, rank: int) -> ChunkCosts:
         """Return a chunk's costs for one of several members: its own part, and the traffic."""

@@ -8,13 +8,15 @@ and say of each tensor its dtype, its shape and its place. Nothing is pickled.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from atoll.core.errors import UserError
+from atoll.tensors.lazy import LazyTensor, read_whole
 
 PACKED = "packed"  # the key of the bytes, beside the keys of element-wise states
 Words: TypeAlias = list[dict[str, Any]]  # for each parameter, its state, with words in place of tensors
@@ -37,6 +39,7 @@ def pack(states: Sequence[dict[str, Any]]) -> tuple[Tensor, Words]:
 
     def words_of(value: Any, name: str) -> Any:
         nonlocal end
+        value = read_whole(value)
         if type(value) in _KINDS and value.layout == torch.strided:
             start = -(-end // _ALIGNMENT) * _ALIGNMENT
             end = start + value.numel() * value.element_size()
@@ -70,11 +73,40 @@ def unpack(flat: Tensor, words: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 
     Raises UserError for words that do not fit the bytes.
     """
+    return _unpacked(words, partial(_tensor, lambda: flat))
+
+
+def unpack_lazily(
+    read: Callable[[], Tensor], words: Sequence[Mapping[str, Any]], device: torch.device
+) -> list[dict[str, Any]]:
+    """Return the states that `pack` has packed, with tensors that are read when they are used.
+
+    Args:
+        read: returns the packed bytes.
+        device: of the tensors; those of no dimension are on the CPU, as torch's step counts.
+
+    Raises UserError for words that are no state. A tensor that does not fit the bytes raises it when it is
+    read.
+    """
+
+    def lazy(name: str, shape: list[Any], start: int) -> Tensor:
+        where = device if shape else torch.device("cpu")
+        return LazyTensor(
+            lambda: _tensor(read, name, shape, start).to(where), shape, _dtype(name, shape), where
+        )
+
+    return _unpacked(words, lazy)
+
+
+def _unpacked(
+    words: Sequence[Mapping[str, Any]], tensor: Callable[[str, list[Any], int], Tensor]
+) -> list[dict[str, Any]]:
+    """Return the states with these words; `tensor` makes a tensor of a dtype's name, a shape and a place."""
 
     def value_of(said: Any) -> Any:
         match said:
             case {"tensor": str(name), "shape": list(shape), "at": int(start)}:
-                return _tensor(flat, name, shape, start)
+                return tensor(name, shape, start)
             case {"float": str(text)} if text in ("inf", "-inf", "nan"):
                 return float(text)
             case {"list": list(each)}:
@@ -102,10 +134,15 @@ def moved(value: Any, device: torch.device) -> Any:
     return {key: moved(each, device) for key, each in value.items()} if type(value) is dict else value
 
 
-def _tensor(flat: Tensor, name: str, shape: list[Any], start: int) -> Tensor:
+def _dtype(name: str, shape: list[Any]) -> torch.dtype:
     dtype = None if name.startswith(_WITH_SCALES) else getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or not all(isinstance(size, int) and size >= 0 for size in shape):
         raise UserError(f"no state of an optimizer: {name[:40]!r} of shape {str(shape)[:60]}")
+    return dtype
+
+
+def _tensor(read: Callable[[], Tensor], name: str, shape: list[Any], start: int) -> Tensor:
+    dtype, flat = _dtype(name, shape), read()
     end = start + math.prod(shape) * dtype.itemsize
     if not 0 <= start <= end <= flat.numel():
         raise UserError(f"a state of {end} bytes, where {flat.numel()} have come")

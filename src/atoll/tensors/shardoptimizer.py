@@ -28,6 +28,7 @@ from atoll.tensors.elementwise import NotElementwiseError, elementwise_state_key
 from atoll.tensors.optimizer import ChunkOptimizer, SavedState, StepHooks
 from atoll.tensors.packing import PACKED, pack, unpack
 from atoll.tensors.stephooks import AroundStep
+from atoll.tensors.stepunit import tensor_bytes
 
 Settings: TypeAlias = dict[str, Any]  # a param group without its parameters
 SlotValues: TypeAlias = list[dict[str, Any]]  # for each slot, its states that are one number
@@ -502,11 +503,18 @@ class ShardOptimizer:
             return {PACKED: torch.uint8}
         return {} if kind is None else {key: kind.dtypes[key] for key in sorted(kind.elementwise)}
 
+    def state_bytes(self, chunk: int) -> dict[str, int]:
+        """Return the bytes of each tensor of `state`; where whole tensors are stepped, of those kept now."""
+        held, dtypes = self._chunks[chunk], self.state_dtypes(chunk)
+        if PACKED in dtypes:
+            return {PACKED: sum(map(tensor_bytes, held.states()))}
+        return {key: held.chunk.extent * dtype.itemsize for key, dtype in dtypes.items()}
+
     def most_state_bytes(self, chunk: int) -> int:
         """Return an upper limit of the bytes of the tensors of `state`, for states from outside."""
         held = self._chunks[chunk]
         if held.kind is None or not held.kind.by_tensor:
-            return held.chunk.extent * sum(dtype.itemsize for dtype in self.state_dtypes(chunk).values())
+            return sum(self.state_bytes(chunk).values())
         # Some states of each parameter's size, and some matrices over each dimension, as Shampoo has them.
         elements = sum(p.numel() + sum(size * size for size in p.shape) + 1 for p in held.parameters)
         return _MOST_STATES * elements

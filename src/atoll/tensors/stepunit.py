@@ -6,15 +6,23 @@ The script may say which; else a trial decides (`elementwise.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import Parameter, signature
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from atoll.core.errors import UserError
-from atoll.tensors.elementwise import MovesDataError, NotElementwiseError, elementwise_state_keys, tried_alike
+from atoll.tensors.elementwise import (
+    MovesDataError,
+    NotElementwiseError,
+    copy_for,
+    elementwise_state_keys,
+    tried_alike,
+)
+from atoll.tensors.torch_compat import tree_leaves
 
 
 @dataclass(frozen=True)
@@ -89,3 +97,19 @@ def unit_of(
     if asked == "tensor":
         return Unit(set(), "step='tensor'", {**facts, "unit": "tensor", "why": "step='tensor'"})
     return Unit(keys, facts={**facts, "unit": "element"})
+
+
+def state_bytes(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], shape: Sequence[int], dtype: torch.dtype
+) -> int:
+    """Return the bytes of the tensors that the optimizer keeps for a parameter of this shape, by a trial."""
+    parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
+    parameter.grad = torch.ones_like(parameter)
+    probe = copy_for(optimizer, group, [parameter])
+    type(optimizer).step(probe)
+    return tensor_bytes(probe.state[parameter])
+
+
+def tensor_bytes(state: Any) -> int:
+    """Return the bytes of the tensors in a state of any form, without those of no dimension."""
+    return sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, Tensor) and leaf.ndim)

@@ -15,6 +15,7 @@ import functools
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from operator import attrgetter
 from types import FrameType
@@ -141,6 +142,39 @@ def saved_tensors_hooks_in_force() -> tuple[Callable[[Tensor], Any], Callable[[A
     Public way: none.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+# Returns False within a transform of torch.func that allows no saved-tensor hooks: `grad` and `vjp`. Private:
+# `torch._C._autograd._saved_tensors_hooks_is_enabled`, 2.8 to 2.13. Public way: none.
+saved_tensors_hooks_are_allowed: Callable[[], bool] = _part(
+    "torch._C._autograd._saved_tensors_hooks_is_enabled", "saved_tensors_hooks_are_allowed"
+)
+
+
+@_needs("torch._C._functorch.is_functorch_wrapped_tensor", "torch._C._functorch.get_unwrapped")
+def within_transforms(tensor: Tensor) -> Tensor:
+    """Return the tensor that transforms of torch.func have wrapped; without transforms, the tensor itself.
+
+    A transform reads a parameter's memory past `__torch_function__`. Private:
+    `torch._C._functorch.is_functorch_wrapped_tensor` and `get_unwrapped`, 2.8 to 2.13. Public way: none.
+    """
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
+
+
+@_needs("torch._C._len_torch_dispatch_stack", "torch.utils._python_dispatch._disable_current_modes")
+def outside_dispatch_modes() -> AbstractContextManager[Any]:
+    """Return a context in which no dispatch mode is active on this thread.
+
+    `torch.export` traces under one that makes fake tensors of all that it sees, values on their way among
+    them. Private: `torch._C._len_torch_dispatch_stack` and
+    `torch.utils._python_dispatch._disable_current_modes`, 2.8 to 2.13. Public way: none.
+    """
+    if not torch._C._len_torch_dispatch_stack():
+        return nullcontext()
+    return torch.utils._python_dispatch._disable_current_modes()
 
 
 @_needs("torch.Tensor._post_accumulate_grad_hooks")

@@ -594,9 +594,11 @@ class TrainingState:
                 f"{' and '.join(own)}; make the same optimizers, in the same order, or load "
                 "model.safetensors alone"
             )
-        for index, optimizer in enumerate(self.optimizers):
-            _check_optimizer(optimizer, trees["optimizer"][index], where)
-            check_states(optimizer, state["schedulers"][index], where, call)
+        sets = [each for prepared in self.prepared for each in prepared.sets]
+        for index, each in enumerate(sets):
+            shaped = not each.unit.by_tensor
+            _check_optimizer(each.optimizer, trees["optimizer"][index], where, shaped=shaped)
+            check_states(each.optimizer, state["schedulers"][index], where, call)
         if len(state["samplers"]) != len(self.samplers):
             raise CheckpointError(
                 f"{where}: holds the state of {len(state['samplers'])} samplers, and the session has made "
@@ -726,9 +728,16 @@ def _check_model(current: Mapping[str, Any], saved: Mapping[str, Any], where: st
             raise CheckpointError(f"{where}: holds {name!r}, which the model lacks; it is of another model")
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], where: str) -> None:
+def _check_optimizer(
+    optimizer: torch.optim.Optimizer, state: Mapping[str, Any], where: str, *, shaped: bool
+) -> None:
     """Raise CheckpointError unless the saved param groups are as many, and as long, as this optimizer's, and
-    shapes fit."""
+    shapes fit.
+
+    Args:
+        shaped: True if states with as many dimensions as their parameter have its shape. An optimizer that
+            steps whole tensors may keep row factors and other matrices.
+    """
     saved = [len(group["params"]) for group in state["param_groups"]]
     present = [len(group["params"]) for group in optimizer.param_groups]
     if saved != present:
@@ -741,8 +750,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any],
             raise CheckpointError(f"{where}: its optimizer has a parameter {index}, and this one has not")
         shape = tuple(parameters[index].shape)
         for key, value in held.items():
-            wrong = isinstance(value, Tensor) and value.dim() == len(shape) and value.shape != shape
-            if wrong:
+            like = shaped and isinstance(value, Tensor) and value.dim() == len(shape)
+            if like and value.shape != shape:
                 raise CheckpointError(
                     f"{where}: {key!r} of the optimizer's parameter {index} is {tuple(value.shape)}, and "
                     f"the parameter is {shape}"

@@ -8,6 +8,7 @@ docs/memory.md, "Lent values".
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -17,7 +18,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from atoll.chunks import ChunkMap, itemsize, lay_out
+from atoll.chunks import Chunk, ChunkMap, itemsize, lay_out
 from atoll.core.config import Config
 from atoll.core.decoding import from_msgpack
 from atoll.core.errors import AtollError, UserError
@@ -32,6 +33,8 @@ from atoll.memory.stepping import state_dtypes
 from atoll.peers.settings import NodeSettings
 from atoll.tensors.binding import BoundChunk, carve, specs_of
 from atoll.tensors.optimizer import RemoteOptimizer, StepHooks
+from atoll.tensors.packing import PACKED
+from atoll.tensors.stepunit import state_bytes, unit_of
 from atoll.train.gradients.agreement import Ballot
 from atoll.train.gradients.alike import Treatments
 from atoll.train.gradients.memory import Tiers
@@ -171,7 +174,7 @@ def least_host_bytes(
     holds for its node's ring.
     """
     memory = plan_memory(layout, slots_for(stale_max), BUFFERS)
-    kept: dict[str, dict[str, torch.dtype]] = {}  # by a chunk's dtype: the dtypes of each element's state
+    states = _StateBytes(layout, optimizer).of
     trained = state = 0
     largest = {"": 0}  # scratch bytes: of means and values (""), and of each kind of state
     for chunk in layout.trainable:
@@ -180,11 +183,9 @@ def least_host_bytes(
         if not layout.groups[chunk.group].settings:  # no optimizer steps this chunk
             continue
         trained += values
-        if chunk.dtype not in kept:
-            kept[chunk.dtype] = state_dtypes(optimizer, getattr(torch, chunk.dtype))
-        for key, dtype in kept[chunk.dtype].items():
-            state += chunk.extent * dtype.itemsize
-            largest[key] = max(largest.get(key, 0), chunk.extent * dtype.itemsize)
+        for key, nbytes in states(chunk).items():
+            state += nbytes
+            largest[key] = max(largest.get(key, 0), nbytes)
     threads = max(1, int(os.environ.get("OMP_NUM_THREADS", "1")))
     parts = {
         "parameters": sum(chunk.nbytes for chunk in layout.chunks),
@@ -195,6 +196,28 @@ def least_host_bytes(
     held = NodeSettings(stale_max=stale_max).most_held(nodes)
     own = (devices - 1) * sum(run.nbytes for run in memory.trained)
     return host_bytes(memory, parts, held).total + own
+
+
+class _StateBytes:
+    """The bytes of an optimizer's state of each chunk, before the first step."""
+
+    def __init__(self, layout: ChunkMap, optimizer: torch.optim.Optimizer) -> None:
+        self._layout, self._optimizer = layout, optimizer
+        self._by_tensor = unit_of(optimizer).by_tensor
+        self._dtypes = functools.cache(partial(state_dtypes, optimizer))
+        self._bytes = functools.cache(self._of_shape)
+
+    def of(self, chunk: Chunk) -> dict[str, int]:
+        """Return the bytes of each kind of state of a chunk."""
+        dtype: torch.dtype = getattr(torch, chunk.dtype)
+        if not self._by_tensor:
+            return {key: chunk.extent * kept.itemsize for key, kept in self._dtypes(dtype).items()}
+        group = int(self._layout.groups[chunk.group].settings)
+        shapes = [self._layout.specs[slot.parameter].shape for slot in chunk.slots]
+        return {PACKED: sum(self._bytes(group, tuple(shape), dtype) for shape in shapes)}
+
+    def _of_shape(self, group: int, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        return state_bytes(self._optimizer, self._optimizer.param_groups[group], shape, dtype)
 
 
 class HostedOptimizer(RemoteOptimizer):

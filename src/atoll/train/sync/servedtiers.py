@@ -20,6 +20,7 @@ from atoll.memory.exchanged import Exchanged
 from atoll.net.returning import Made, Payload
 from atoll.tensors.binding import BoundChunk, carve
 from atoll.tensors.lazy import LazyTensor
+from atoll.tensors.packing import PACKED, unpack_lazily
 from atoll.train.gradients.reducer import Reducer
 from atoll.train.gradients.tiersums import values_from
 from atoll.train.sync.stores import UNDER_WAY
@@ -128,7 +129,7 @@ class TieredModel(ServedModel):
     def fetch_state(self) -> dict[nn.Parameter, dict[str, Any]]:
         """Return each parameter's state, as plain torch would have it.
 
-        Element-wise state is fetched from its shard when it is read, one chunk at a time.
+        Tensors are fetched from their shard when they are read, one chunk at a time.
         """
         self.exchange.before_state()
         self._fetched, self._scalars, self._kept = {}, {}, {}
@@ -142,6 +143,9 @@ class TieredModel(ServedModel):
 
     def _lazy_state(self, bound: BoundChunk, index: int) -> dict[str, Any]:
         scalars, parameter = self._scalars[bound.chunk.id][index], bound.parameters[index]
+        if self._training.unit.by_tensor:
+            whole = partial(self._payload, bound, index, PACKED)
+            return unpack_lazily(whole, [scalars], parameter.device)[0]
         state = numbers_of(scalars)
         for key, dtype in self._kept[bound.chunk.id].items():
             if scalars.get(key, 0) is not None:
@@ -154,18 +158,23 @@ class TieredModel(ServedModel):
                 )
         return state
 
-    def _read(self, bound: BoundChunk, index: int, key: str) -> Tensor:
+    def _payload(self, bound: BoundChunk, index: int, key: str) -> Tensor:
+        """Fetch a chunk's state from its shard, unless it is here, and return the payload `key` of it."""
         chunk = bound.chunk.id
         if chunk not in self._fetched:
             self._fetched.clear()
             if not len(self._service.shards):
+                what = "the optimizer's state" if key == PACKED else repr(key)
                 raise UserError(
-                    f"{key!r} of {bound.names[index]!r} lies at the shards, and the session has ended; read "
+                    f"{what} of {bound.names[index]!r} lies at the shards, and the session has ended; read "
                     "the optimizer's state, or copy.deepcopy() its state_dict, inside the session"
                 )
             asked = PullState(incarnation=self._service.shards.incarnation, chunk=chunk)
             self._ask_for_state(asked, [self._shard_of[chunk]])
-        flat, parameter = self._fetched[chunk][key], bound.parameters[index]
+        return self._fetched[chunk][key]
+
+    def _read(self, bound: BoundChunk, index: int, key: str) -> Tensor:
+        flat, parameter = self._payload(bound, index, key), bound.parameters[index]
         like = torch.empty_strided(parameter.shape, parameter.stride(), dtype=flat.dtype, device="meta")
         offset = bound.chunk.slots[index].offset
         return carve(flat, offset, like).to(parameter.device, copy=True)
