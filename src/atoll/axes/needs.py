@@ -576,6 +576,14 @@ def _of_models() -> Iterator[Need]:
         UserError,
     )
     yield Need(
+        "optimizer-sparse-elsewhere",
+        prepare,
+        {"sync": Is("bsp", "ssp", "asp", "peers"), "sparse": Given()},
+        "optimizer {optimizer} cannot step the dense sums of sparse gradients ({sparse}), which strategy "
+        "{run.strategy!r} makes; use strategy ring or hierarchical, or torch.optim.SGD or Adagrad",
+        PrepareError,
+    )
+    yield Need(
         "optimizer-unknown-elsewhere",
         prepare,
         {"steps": Is("home"), "defined": Given()},

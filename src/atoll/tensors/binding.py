@@ -187,15 +187,16 @@ def bind_model(chunk_map: ChunkMap, parameters: Mapping[str, nn.Parameter]) -> l
 
 
 def check_usable(name: str, gradient: Tensor) -> None:
-    """Raise UserError for a gradient of the parameter `name` that cannot lie in a chunk."""
+    """Raise UserError for a gradient of the parameter `name` that cannot lie in tiers."""
     if gradient.requires_grad:
         raise UserError(
-            f"the gradient of {name!r} carries a graph of its own (backward with create_graph=True); "
-            "take second derivatives with torch.autograd.grad"
+            f"the gradient of {name!r} carries a graph of its own (backward with create_graph=True), which a "
+            "model with budgets of memory cannot hold; take second derivatives with torch.autograd.grad"
         )
     if gradient.layout != torch.strided:
         raise UserError(
-            f"the gradient of {name!r} is sparse, which chunks cannot hold; give its embedding sparse=False"
+            f"the gradient of {name!r} is sparse, which a model with budgets of memory cannot hold; give "
+            "its embedding sparse=False, or leave the budgets out"
         )
 
 

@@ -589,7 +589,8 @@ class ChunkOptimizer:
         elementwise: keys of per-element state, from `unit_of`.
         hooks: the functions around each step.
         gradients: returns a chunk's gradients as a flat tensor, and for each slot whether there is one (zeros
-            if not); called after `hooks.before`.
+            if not); called after `hooks.before`. None: a gradient is sparse. From then on the optimizer steps
+            the parameters themselves, by their `p.grad`.
         by_tensor: segments are whole parameters, each of its own shape.
     """
 
@@ -599,7 +600,7 @@ class ChunkOptimizer:
         chunks: Sequence[BoundChunk],
         elementwise: set[str],
         hooks: StepHooks,
-        gradients: Callable[[BoundChunk], tuple[Tensor, tuple[bool, ...]]],
+        gradients: Callable[[BoundChunk], tuple[Tensor, tuple[bool, ...]] | None],
         *,
         by_tensor: bool = False,
     ) -> None:
@@ -610,6 +611,7 @@ class ChunkOptimizer:
         self._group_of_chunk = [group_of[state.chunk.parameters[0]] for state in self._states]
         self._elementwise = elementwise
         self._user_state: defaultdict[Any, Any] | None = None  # the optimizer's own state during an exchange
+        self._by_parameter = False  # True: no segments any more
         self._import()
         self._handles: list[Handle] = [
             AroundStep(optimizer, self._exchange, self._exchange_back),
@@ -627,11 +629,15 @@ class ChunkOptimizer:
         self.restore()
         if self._state_was_replaced():
             self._import()
-        for chunk_state in self._states:
-            chunk_state.dissolve()
-        self._publish()
+        self._give_up_segments()
         for handle in self._handles:
             handle.remove()
+
+    def _give_up_segments(self) -> None:
+        if not self._by_parameter:
+            for chunk_state in self._states:
+                chunk_state.dissolve()
+            self._publish()
 
     def loading(self) -> AbstractContextManager[None]:
         """Return an empty context: a load by the session needs no preparation."""
@@ -679,6 +685,9 @@ class ChunkOptimizer:
     def _import(self) -> None:
         """Take over the optimizer's state as it stands: at the start, and after `load_state_dict`."""
         self.restore()
+        if self._by_parameter:
+            own_tensors(self.optimizer.state.values())
+            return
         for chunk_state in self._states:
             chunk_state.segments, chunk_state.present = [], None
             chunk_state.elements.clear()
@@ -703,11 +712,16 @@ class ChunkOptimizer:
         if self._state_was_replaced():
             self._import()
         self._hooks.before()
+        found = [] if self._by_parameter else [self._gradients(state.chunk) for state in self._states]
+        if self._by_parameter or None in found:
+            self._give_up_segments()
+            self._by_parameter = True
+            self._begin_by_parameter()
+            return args, kwargs
         segments: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
         flat_state: defaultdict[Any, Any] = defaultdict(dict)
         buffers = []
-        for chunk_state, group in zip(self._states, self._group_of_chunk, strict=True):
-            buffer, present = self._gradients(chunk_state.chunk)
+        for chunk_state, group, (buffer, present) in zip(self._states, self._group_of_chunk, found, strict=True):
             if present != chunk_state.present:
                 chunk_state.cut(present, bool(optimizer.param_groups[group].get("fused")))
             buffers.append(buffer)
@@ -724,10 +738,22 @@ class ChunkOptimizer:
             group_dict["params"] = flats if accepted else []
         return args, kwargs
 
+    def _begin_by_parameter(self) -> None:
+        """Let the optimizer step its parameters, or none of them if the step is not accepted."""
+        parameters = [parameter for group in self._group_parameters for parameter in group]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if not self._hooks.accept(gradients):
+            self._user_state = self.optimizer.state  # `restore` refills the groups
+            for group in self.optimizer.param_groups:
+                group["params"] = []
+
     def _exchange_back(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         """The step's post-hook: segments out, parameters and state in."""
         flat_state = optimizer.state
         self.restore()
+        if self._by_parameter:
+            self._hooks.after()
+            return
         changed = False
         stepped: list[Tensor] = []
         for chunk_state in self._states:
@@ -746,7 +772,7 @@ class ChunkOptimizer:
     def _state_was_replaced(self) -> bool:
         """True if the script has cleared the optimizer's state, replaced entries or overwritten values."""
         state = self.optimizer.state
-        for chunk_state in self._states:
+        for chunk_state in self._states if not self._by_parameter else ():
             if chunk_state.is_edited():
                 return True
             parameters, slots = chunk_state.chunk.parameters, chunk_state.slots

@@ -227,6 +227,7 @@ class Session:
                 steps=self._steps,
                 tells=self._records,
                 unit_of=partial(runtime.unit, self.config, memory),
+                check_sparse=partial(runtime.check_sparse, self.config, memory),
                 step=step,
                 may_change=may_change,
             )

@@ -11,11 +11,13 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from atoll.core.stands import Stand
-from atoll.tensors.binding import BoundChunk, check_usable
+from atoll.tensors.binding import BoundChunk
+from atoll.tensors.sparse import check_summable
 from atoll.tensors.finite import is_finite
 from atoll.tensors.gradienthooks import after_gradient
 from atoll.tensors.torch_compat import will_run
@@ -191,8 +193,8 @@ class Own(GroupSum):
         for bound in self._chunks:
             for name, parameter in zip(bound.names, bound.parameters, strict=True):
                 gradient = parameter.grad
-                if gradient is not None and gradient.is_sparse:
-                    check_usable(name, gradient)
+                if gradient is not None and gradient.layout != torch.strided:
+                    check_summable(name, gradient)
         return own
 
 

@@ -111,8 +111,8 @@ class Training:
         return self.sets[0].hooks
 
 
-# Returns a chunk's gradients as a flat tensor, and for each slot whether there is one.
-FlatGradients: TypeAlias = Callable[[BoundChunk], tuple[Tensor, tuple[bool, ...]]]
+# Returns a chunk's gradients as a flat tensor, and for each slot whether there is one; None if one is sparse.
+FlatGradients: TypeAlias = Callable[[BoundChunk], tuple[Tensor, tuple[bool, ...]] | None]
 
 
 def steppers_of(training: Training, gradients: FlatGradients | None) -> Stepper:
