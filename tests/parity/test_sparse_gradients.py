@@ -263,7 +263,7 @@ class Pairs(torch.autograd.Function):
 class Elements(Lookup):
     """Sparse gradients of single elements, not of rows."""
 
-    def forward(self, ids: Tensor) -> Tensor:  # noqa: ARG002
+    def forward(self, ids: Tensor) -> Tensor:
         return Pairs.apply(self.w)
 
 
@@ -291,14 +291,16 @@ ROWS = re.compile(
     r"SparseAdam does not support dense gradients.*\), which strategy '.*' makes; use strategy ring or "
     r"hierarchical, or torch.optim.SGD or Adagrad"
 )
-GONE = re.compile(r".*worker \d (lost touch with another worker, waiting for|cannot have) worker \d's values of ")
+GONE = re.compile(
+    r".*worker \d (lost touch with another worker, waiting for|cannot have) worker \d's values of "
+)
 IN_BACKWARD = (
     "UserError: the gradient of 'w' is sparse, which a model with budgets of memory cannot hold; give its "
     "embedding sparse=False, or leave the budgets out"
 )
 IN_PREPARE = (
-    "PrepareError: parameter 'table.weight' gets sparse gradients, which a model with budgets of memory cannot "
-    "hold; build its layer with sparse=False, or leave the budgets out"
+    "PrepareError: parameter 'table.weight' gets sparse gradients, which a model with budgets of memory "
+    "cannot hold; build its layer with sparse=False, or leave the budgets out"
 )
 ELEMENTS = (
     "UserError: the gradient of 'w' is sparse in 2 of its dimensions, and workers sum dense gradients and "
@@ -326,7 +328,8 @@ def test_single_elements_are_refused(pool: WorkerPool, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind == "tiers" else pytest.mark.soak) for kind in sorted(IN_TIERS)]
+    "kind",
+    [pytest.param(kind, marks=[] if kind == "tiers" else pytest.mark.soak) for kind in sorted(IN_TIERS)],
 )
 def test_in_tiers_it_is_one_line(pool: WorkerPool, kind: str) -> None:
     assert set(run_at(pool, kind, refused, Layer, "SGD", world=WORLD)) == {IN_PREPARE}

@@ -538,9 +538,27 @@ def _of_models() -> Iterator[Need]:
     yield Need(
         "optimizer-closure",
         prepare,
-        {"closure": Is("needed")},
-        "optimizer {optimizer} calls the script's closure several times in a step, and its workers would not "
-        "call it equally often; use one whose step() needs no closure, such as torch.optim.AdamW or SGD",
+        {"closure": Is("needed"), "sync": Is("bsp", "ssp", "asp", "peers", "replicas")},
+        "optimizer {optimizer} calls the script's closure several times in a step, and strategy "
+        "{run.strategy!r} has no mean within a step; use strategy ring or hierarchical, or an optimizer whose "
+        "step() needs no closure, such as torch.optim.AdamW or SGD",
+        PrepareError,
+    )
+    yield Need(
+        "optimizer-closure-in-tiers",
+        prepare,
+        {"closure": Is("needed"), "store": Is("tiered", "sharded", "lent")},
+        "optimizer {optimizer} calls the script's closure several times in a step, and with budgets of memory a "
+        "step is made chunk by chunk; leave out the budgets, or use an optimizer whose step() needs no closure, "
+        "such as torch.optim.AdamW or SGD",
+        PrepareError,
+    )
+    yield Need(
+        "optimizer-closure-skip",
+        prepare,
+        {"closure": Is("needed"), "sync.nonfinite": Is("skip")},
+        "optimizer {optimizer} calls the script's closure several times in a step, and sync.nonfinite 'skip' "
+        "cannot leave out a part of it; set sync.nonfinite to stop or allow",
         PrepareError,
     )
     yield Need(
@@ -565,6 +583,15 @@ def _of_models() -> Iterator[Need]:
         {"unit": Is("tensor"), "store": Is("tiered"), "sync": Is("bsp", "ssp", "asp")},
         by_tensor + "and under strategy {run.strategy!r} with budgets of memory its state would not come "
         "back; leave out the budgets, or use one that is, such as torch.optim.AdamW or SGD",
+        PrepareError,
+    )
+    yield Need(
+        "optimizer-complex-elsewhere",
+        prepare,
+        {"unit": Is("tensor"), "complex": Is(True), "sync": Is("bsp", "ssp", "asp", "peers")},
+        by_tensor
+        + "and strategy {run.strategy!r} steps complex parameters by their real views; use strategy "
+        "ring or hierarchical, or torch.optim.AdamW or SGD",
         PrepareError,
     )
     yield Need(

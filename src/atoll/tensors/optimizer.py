@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from operator import is_
 from typing import Any, TypeAlias
@@ -328,9 +329,8 @@ class ChunkState:
             if key in elementwise and isinstance(value, Tensor):
                 flat = self.elements.get(key)
                 if flat is None:
-                    flat = torch.zeros(
-                        self.chunk.chunk.extent, dtype=value.dtype, device=self.chunk.flat.device
-                    )
+                    dtype = value.dtype.to_real()
+                    flat = torch.zeros(self.chunk.chunk.extent, dtype=dtype, device=self.chunk.flat.device)
                     self.elements[key] = flat
                 view[key] = carve(flat, self.chunk.chunk.slots[slot].offset, self.chunk.parameters[slot])
                 view[key].copy_(value)
@@ -345,23 +345,29 @@ class StepHooks:
     """Functions around each optimizer step.
 
     `before()` runs first, `accept(gradients)` returns False to leave the step out, and `after()` runs last.
+    `mean(loss)` returns the workers' mean of a closure's result, after `before()`.
     """
 
     before: Callable[[], None]
     accept: Callable[[Sequence[Tensor]], bool]
     after: Callable[[], None]
+    mean: Callable[[Any], Any] = lambda loss: loss
 
 
 class ParameterOptimizer:
     """Calls the hooks around steps of `optimizer`, which steps its parameters itself, not segments.
 
-    `changed` is the way out if the script has changed the param groups.
+    `changed` is the way out if the script has changed the param groups. `calls_closure`: the optimizer itself
+    calls the closure, several times in a step. Each call gives it the workers' mean of the gradients, and that
+    of the loss.
     """
 
     changed = PREPARE_AGAIN
 
-    def __init__(self, optimizer: torch.optim.Optimizer, hooks: StepHooks) -> None:
-        self.optimizer, self._hooks = optimizer, hooks
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, hooks: StepHooks, *, calls_closure: bool = False
+    ) -> None:
+        self.optimizer, self._hooks, self._calls_closure = optimizer, hooks, calls_closure
         self._group_parameters = [list(group["params"]) for group in optimizer.param_groups]
         self._left_out = False  # the param groups are emptied for a step that was not accepted
         own_tensors(optimizer.state.values())
@@ -385,18 +391,31 @@ class ParameterOptimizer:
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self.restore()
+        if self._calls_closure:
+            check_groups(optimizer, self._group_parameters, way_out=self.changed)
+            return with_closure(args, kwargs, self._evaluated)
         if kwargs or len(args) > 1:
             args, kwargs = call_closure_now(args, kwargs)
         check_groups(optimizer, self._group_parameters, way_out=self.changed)
+        if not self._is_accepted():
+            self._leave_out()
+        return args, kwargs
+
+    def _evaluated(self, closure: Callable[[], Any]) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        self._is_accepted()  # the table of needs refuses the policy that would leave a step out
+        return self._hooks.mean(loss)
+
+    def _is_accepted(self) -> bool:
+        """Have the gradients reduced; return True if the step is to be made with them."""
         self._hooks.before()
         gradients = []
         for parameters in self._group_parameters:
             for parameter in parameters:
                 if (gradient := parameter.grad) is not None:
                     gradients.append(gradient)
-        if not self._hooks.accept(gradients):
-            self._leave_out()
-        return args, kwargs
+        return self._hooks.accept(gradients)
 
     def loading(self) -> AbstractContextManager[None]:
         """Return an empty context: a load by the session needs no preparation."""
@@ -721,7 +740,9 @@ class ChunkOptimizer:
         segments: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
         flat_state: defaultdict[Any, Any] = defaultdict(dict)
         buffers = []
-        for chunk_state, group, (buffer, present) in zip(self._states, self._group_of_chunk, found, strict=True):
+        for chunk_state, group, (buffer, present) in zip(
+            self._states, self._group_of_chunk, found, strict=True
+        ):
             if present != chunk_state.present:
                 chunk_state.cut(present, bool(optimizer.param_groups[group].get("fused")))
             buffers.append(buffer)
@@ -853,9 +874,16 @@ def call_closure_now(args: tuple[Any, ...], kwargs: State) -> tuple[tuple[Any, .
         return args, kwargs
     with torch.enable_grad():
         loss = closure()
+    return with_closure(args, kwargs, lambda _: loss)
+
+
+def with_closure(
+    args: tuple[Any, ...], kwargs: State, evaluate: Callable[[Callable[[], Any]], Any]
+) -> tuple[tuple[Any, ...], State]:
+    """Return the arguments of `step` with a closure that returns `evaluate` of the script's closure."""
     if "closure" in kwargs:
-        return args, {**kwargs, "closure": lambda: loss}
-    return (args[0], lambda: loss, *args[2:]), kwargs
+        return args, {**kwargs, "closure": partial(evaluate, kwargs["closure"])}
+    return (args[0], partial(evaluate, args[1]), *args[2:]) if len(args) > 1 else args, kwargs
 
 
 def own_tensors(states: Iterable[State]) -> None:

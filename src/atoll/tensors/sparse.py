@@ -15,19 +15,24 @@ from torch import Tensor
 
 from atoll.core.errors import UserError
 
+
 def check_summable(name: str, gradient: Tensor) -> None:
     """Raise UserError for a gradient of the parameter `name` that is sparse otherwise than by rows."""
     if gradient.layout == torch.strided or (gradient.is_sparse and gradient.sparse_dim() == 1):
         return
-    what = f"{gradient.sparse_dim()} of its dimensions" if gradient.is_sparse else f"the layout {gradient.layout}"
+    what = (
+        f"{gradient.sparse_dim()} of its dimensions"
+        if gradient.is_sparse
+        else f"the layout {gradient.layout}"
+    )
     raise UserError(
-        f"the gradient of {name!r} is sparse in {what}, and workers sum dense gradients and sparse ones of whole "
-        "rows; let its function return grad.to_dense()"
+        f"the gradient of {name!r} is sparse in {what}, and workers sum dense gradients and sparse ones of "
+        "whole rows; let its function return grad.to_dense()"
     )
 
 
 def rows_in(gradient: Tensor | None) -> bytes | None:
-    """Return the rows of a sparse gradient as packed bits; no bytes for None, and None for a dense gradient."""
+    """Return the rows of a sparse gradient as packed bits; no bytes for None, and None for a dense one."""
     if gradient is None:
         return b""
     if not gradient.is_sparse:

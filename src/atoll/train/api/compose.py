@@ -21,7 +21,7 @@ from atoll.core.config import STRATEGIES, Config
 from atoll.core.heap import keep_freed_memory
 from atoll.core.memory import Memory
 from atoll.exchange.codecs import codec_named
-from atoll.tensors.sparsesteps import why_not_dense
+from atoll.tensors.steptrials import why_not_dense
 from atoll.tensors.stepunit import Unit, unit_of
 from atoll.train.api.device import device_of
 from atoll.train.api.meter import Meter
@@ -175,7 +175,8 @@ class Runtime:
         """Raise PrepareError if the steps are made elsewhere, and dense gradients cannot take the place of
         sparse ones there.
 
-        `sparse`: the model has sparse gradients. Else it is asked only whether the optimizer takes dense ones.
+        `sparse`: the model has sparse gradients. Else the question is only whether the optimizer takes dense
+        ones.
         Raises the optimizer's own error if it takes no sparse gradient.
         """
         known = {"optimizer": type(optimizer).__name__}

@@ -157,6 +157,7 @@ class Prepared:
             self._unwatch_zeroing = watch_zeroing(self._note_zeros)
         self._others = not workers.alone
         self.samples = SampleCount()
+        self._contributed = ContributionWeight(0.0, 0.0)  # this worker's, to the latest reduction
         # The latest backward that reached a forward, and the latest that left gradients:
         self._reached_in = self._came_in = -1
         self._closed = self._ready = False
@@ -167,7 +168,7 @@ class Prepared:
         if not workers.alone:
             check_sync_batch_norm(self.module, device, workers.place.world)
         self.parameters = dict(self.module.named_parameters())
-        check_bindable(self.parameters)
+        check_bindable(self.parameters, in_tiers=tiers is not None)
         refuse_apart(self.module, store="sharded" if tiers is not None and tiers.has_members else "resident")
         _to_device(self.module, self.parameters, device)
         settings = _settings(optimizers, self.parameters)
@@ -445,6 +446,7 @@ class Prepared:
         self._backward.arm()
 
     def _committed(self, own: ContributionWeight, _group_samples: float) -> None:
+        self._contributed = own
         for each in self.sets:
             each.own_samples += own.samples
             each.reduced()
@@ -551,6 +553,15 @@ class Prepared:
         ranked = zip(self._workers.ranks, found, strict=True)
         return _blamed([f"{names[0]!r} on worker {rank}" for rank, names in ranked if names])
 
+    def mean_loss(self, loss: Any) -> Any:
+        """Return the workers' mean of a loss, weighted as its gradients were. A collective."""
+        if not self._others:
+            return loss
+        own = self._contributed
+        weight = own.counts_alike if self.reducer.count_alike else own.weight
+        mean = self._workers.reduce(float(loss), "mean", weight, "the closure's loss")
+        return loss.detach().new_tensor(mean) if isinstance(loss, Tensor) else mean
+
     def after_step(self, of: StepSet) -> None:
         """Follow an optimizer's step. The first step of an iteration's gradients ends the iteration."""
         of.waits = False
@@ -648,7 +659,7 @@ def _refuse_wrapped(module: nn.Module) -> None:
 
 
 def _first_sparse(module: nn.Module) -> str:
-    """Return the name of the first parameter whose layer gives it sparse gradients; empty if there is none."""
+    """Return the name of the first parameter whose layer gives it sparse gradients; empty for none."""
     for name, part in module.named_modules():
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
             return f"{name}.weight" if name else "weight"

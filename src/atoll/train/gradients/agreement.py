@@ -151,7 +151,9 @@ class Ballot:
     def share_rows(self, own: ContributionWeight, agreed: Agreement, messages: Sequence[Bucket]) -> None:
         """Exchange the rows of sparse gradients, of which the reports have only that there are some. A
         collective."""
-        chunks = [c for m, here in zip(messages, agreed.sparse_messages, strict=True) if here for c in m.chunks]
+        chunks = [
+            c for m, here in zip(messages, agreed.sparse_messages, strict=True) if here for c in m.chunks
+        ]
         slots = [(c, index) for c in chunks for index in range(len(c.bound.parameters))]
         mine = [rows_in(c.own()[index]) if own.weight > 0 else b"" for c, index in slots]
         what = f"the rows of sparse gradients in iteration {self._owner.steps}"

@@ -72,6 +72,10 @@ class Buckets(OwnGradients):
         for chunk in self.chunks.values():
             chunk.kept = []
 
+    def drop_graphs(self) -> None:
+        for chunk in self.chunks.values():
+            chunk.drop_graphs()
+
     def abandon(self) -> None:
         if self._left:
             raise RunError(
@@ -84,7 +88,7 @@ class Buckets(OwnGradients):
         return self.chunks[bound.chunk.id].own()
 
     def flat_gradients(self, bound: BoundChunk) -> tuple[Tensor, tuple[bool, ...]] | None:
-        """Return a chunk's published gradients, (extent,), and for each slot whether it has one; None if one is
+        """Return a chunk's published gradients, (extent,), and for each slot whether it has one. None: one is
         sparse."""
         chunk = self.chunks[bound.chunk.id]
         present = chunk.collect()

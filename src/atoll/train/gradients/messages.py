@@ -46,6 +46,7 @@ class BucketChunk:
         self.late = False  # True: wait for the end of backward, since gradients come more than once
         self._odd = False  # a gradient of the iteration is sparse, or carries a graph
         self.shows_sparse = False  # `collect` has found a sparse gradient
+        self._with_graph: list[int] = []  # slots whose shown mean carries a graph
 
     def begin(self) -> None:
         self._odd = False
@@ -122,8 +123,8 @@ class BucketChunk:
         gradients.
 
         `rows` has the slots whose `p.grad` becomes sparse, and its rows. A gradient that carries a graph keeps
-        that graph, with the published values: the derivative of their function is then, in the mean over the
-        workers, that of the function of the mean.
+        its graph, with the published values. The mean over the workers of a function's derivatives at it
+        is then the derivative at the mean.
         """
         self.kept = [parameter.grad for parameter in self.bound.parameters]
         self.show(present)
@@ -134,6 +135,16 @@ class BucketChunk:
                 with torch.enable_grad():
                     value = self.published.views[index]
                     self.bound.parameters[index].grad = own + (value - own.detach())
+                self._with_graph.append(index)
+
+    def drop_graphs(self) -> None:
+        """Let `p.grad` show plain values again, where `publish` has given it a graph."""
+        with_graph, self._with_graph = self._with_graph, []
+        for index in with_graph:
+            parameter, view = self.bound.parameters[index], self.published.views[index]
+            if parameter.grad is not None and parameter.grad.requires_grad:
+                view.copy_(parameter.grad.detach())
+                parameter.grad = view
 
     def show(self, present: Sequence[bool]) -> None:
         """Let `p.grad` show the published values for each slot that is `present`, and None for the others.
@@ -208,8 +219,8 @@ class Bucket:
         return not any(chunk.missing or chunk.late for chunk in self.chunks)
 
     def says(self) -> float:
-        """Return what this worker reports of the message: 1 if a gradient changed after it had left, and SPARSE
-        more if a gradient is sparse."""
+        """Return what this worker reports of the message: 1 if a gradient changed after it had left, and
+        SPARSE more if a gradient is sparse."""
         is_sparse = any(chunk.has_sparse() for chunk in self.chunks)
         return float(self.dirty) + SPARSE * is_sparse
 

@@ -95,9 +95,7 @@ class Carrier(Protocol):
     def carry_again(self, scale: float, dirty: Sequence[bool] | None) -> None:
         """Sum again the messages that are `dirty`; None: all of them, because `scale` has changed."""
 
-    def publish(
-        self, factor: float, present: Sequence[Sequence[bool]], rows: Rows, *, apart: bool
-    ) -> None:
+    def publish(self, factor: float, present: Sequence[Sequence[bool]], rows: Rows, *, apart: bool) -> None:
         """Multiply the sums by `factor`, and let `p.grad` show them if any member has a gradient there.
 
         Args:
@@ -336,6 +334,7 @@ class RingSum(GroupSum):
             self._treatments.followed()
         else:
             self._treatments.steps()
+        self.gradients.drop_graphs()
 
     def clipped(self, max_norm: float, norm_type: float) -> None:
         self._treatments.clipped(max_norm, norm_type)
@@ -479,9 +478,7 @@ class RingBuckets(Buckets):
             self._send(message, scale)
         self._wait(again)
 
-    def publish(
-        self, factor: float, present: Sequence[Sequence[bool]], rows: Rows, *, apart: bool
-    ) -> None:
+    def publish(self, factor: float, present: Sequence[Sequence[bool]], rows: Rows, *, apart: bool) -> None:
         del apart  # own gradients are kept in the tensors that autograd made
         for message in self.order:
             if factor != 1.0:
@@ -541,7 +538,7 @@ class RingReducer(Reducer):
         super().__init__(chunks, calls, over_ring(ring, calls, message_bytes, **options))
 
     def flat_gradients(self, bound: BoundChunk) -> tuple[Tensor, tuple[bool, ...]] | None:
-        """Return the memory of a chunk's means, (extent,), and for each slot whether it has one; None if one is
+        """Return the memory of a chunk's means, (extent,), and for each slot whether it has one. None: one is
         sparse."""
         return self.sum.carrier.flat_gradients(bound)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from atoll.tensors.binding import BoundChunk, Buffer
 from atoll.tensors.torch_compat import copy_all
-from atoll.train.gradients.reducer import Clipping, Reducer
+from atoll.train.gradients.reducer import Reducer
 
 _SMALL_BYTES = 2**18  # of gradients, up to which a copy costs less than a step parameter by parameter
 

@@ -17,9 +17,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from atoll.core.stands import Stand
 from atoll.tensors.binding import BoundChunk
-from atoll.tensors.sparse import check_summable
 from atoll.tensors.finite import is_finite
 from atoll.tensors.gradienthooks import after_gradient
+from atoll.tensors.sparse import check_summable
 from atoll.tensors.torch_compat import will_run
 from atoll.train.gradients.samples import ContributionWeight
 
@@ -52,6 +52,10 @@ class OwnGradients:
 
     def abandon(self) -> None:
         """Forget a backward that raised. Raises RunError if messages had left for the other workers."""
+
+    def drop_graphs(self) -> None:
+        """Drop the graphs of gradients that show the mean: each worker has the graph of its own part alone, and
+        the workers are about to step."""
 
     def own(self, bound: BoundChunk) -> list[Tensor | None]:
         """Return this worker's own gradients of a chunk; None for an absent one."""

@@ -111,9 +111,7 @@ class TierCarrier(OwnGradients):
         note_nonfinite(bound, flat, self._nonfinite)
         return flat.mul_(scale) if scale != 1.0 else flat
 
-    def publish(
-        self, factor: float, present: Sequence[Sequence[bool]], rows: Rows, *, apart: bool
-    ) -> None:
+    def publish(self, factor: float, present: Sequence[Sequence[bool]], rows: Rows, *, apart: bool) -> None:
         del rows
         held = self._held()
         self.are_apart = apart or self._stays

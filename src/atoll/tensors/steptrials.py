@@ -1,6 +1,8 @@
-"""A trial that tells whether an optimizer steps a sparse gradient as the dense one with zeros for absent rows.
+"""Trials that tell how an optimizer steps gradients of other kinds.
 
-SGD and Adagrad do, up to rounding. SparseAdam steps the rows alone, and takes no dense gradient.
+SGD and Adagrad step a sparse gradient as the dense one with zeros for absent rows, up to rounding. SparseAdam
+steps the rows alone, and takes no dense gradient. torch's element-wise optimizers step a complex parameter as
+its real view (torch.view_as_real); one that multiplies a complex gradient by itself does not.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ def why_not_dense(optimizer: torch.optim.Optimizer, *, sparse: bool) -> str:
         inside = torch.randn(len(rows), _SHAPE[1], generator=generator, dtype=torch.float64)
         if number:
             inside[-1] = 0
-        gradients.append(torch.sparse_coo_tensor(torch.tensor([rows]), inside, _SHAPE, check_invariants=False))
+        gradients.append(
+            torch.sparse_coo_tensor(torch.tensor([rows]), inside, _SHAPE, check_invariants=False)
+        )
     by_rows = _stepped(optimizer, values, gradients) if sparse else None
     try:
         dense = _stepped(optimizer, values, [each.to_dense() for each in gradients])
@@ -37,6 +41,20 @@ def why_not_dense(optimizer: torch.optim.Optimizer, *, sparse: bool) -> str:
     if by_rows is None or torch.allclose(by_rows, dense, rtol=1e-9, atol=1e-12):
         return ""
     return "it steps a sparse gradient otherwise than a dense one"
+
+
+def steps_complex_as_real(optimizer: torch.optim.Optimizer) -> bool:
+    """True if the optimizer steps a complex parameter as a real one with the real and imaginary parts."""
+    generator = torch.Generator().manual_seed(0)
+    values, *gradients = torch.randn(4, *_SHAPE, 2, generator=generator, dtype=torch.float64)
+    try:
+        found = _stepped(
+            optimizer, torch.view_as_complex(values), list(map(torch.view_as_complex, gradients))
+        )
+    except Exception:  # whatever an unknown optimizer raises; it raises that again in the script's step
+        return False
+    real = _stepped(optimizer, values, gradients)
+    return torch.allclose(torch.view_as_real(found), real, rtol=1e-9, atol=1e-12)
 
 
 def _stepped(optimizer: torch.optim.Optimizer, values: Tensor, gradients: list[Tensor]) -> Tensor:
