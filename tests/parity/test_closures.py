@@ -1,4 +1,4 @@
-"""Optimizers that call the script's closure themselves, several times in a step: the workers' mean each time."""
+"""Optimizers that call the script's closure several times in a step: each call gives the workers' mean."""
 
 from __future__ import annotations
 

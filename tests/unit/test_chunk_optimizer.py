@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import atoll
-from atoll.core.config import Chunks, Config
+from atoll.core.config import Chunks, Config, Sync
 from atoll.core.errors import PrepareError, UserError
 from atoll.tensors.optimizer import ChunkOptimizer
 from atoll.train.api.place import Place

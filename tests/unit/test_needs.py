@@ -385,17 +385,18 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
     ),
     "optimizer-closure": (
         Choices({"closure": "needed", "optimizer": "LBFGS", "sync": "asp", "run.strategy": "server"}),
-        "optimizer LBFGS calls the script's closure several times in a step, and strategy 'server' has no mean",
+        "optimizer LBFGS calls the script's closure several times in a step, and strategy 'server' has no",
         "or an optimizer whose step() needs no closure, such as torch.optim.AdamW or SGD",
     ),
     "optimizer-closure-in-tiers": (
         Choices({"closure": "needed", "optimizer": "LBFGS", "sync": "local", "store": "tiered"}),
-        "optimizer LBFGS calls the script's closure several times in a step, and with budgets of memory a step",
-        "leave out the budgets, or use an optimizer whose step() needs no closure, such as torch.optim.AdamW",
+        "optimizer LBFGS calls the script's closure several times in a step, and with budgets of",
+        "leave out the budgets, or use an optimizer whose step() needs no closure, such as torch.optim.AdamW "
+        "or SGD",
     ),
     "optimizer-closure-skip": (
         Choices({"closure": "needed", "optimizer": "LBFGS", "sync": "local", "sync.nonfinite": "skip"}),
-        "optimizer LBFGS calls the script's closure several times in a step, and sync.nonfinite 'skip' cannot",
+        "optimizer LBFGS calls the script's closure several times in a step, and sync.nonfinite 'skip'",
         "set sync.nonfinite to stop or allow",
     ),
     "optimizer-by-tensor": (

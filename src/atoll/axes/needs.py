@@ -540,17 +540,17 @@ def _of_models() -> Iterator[Need]:
         prepare,
         {"closure": Is("needed"), "sync": Is("bsp", "ssp", "asp", "peers", "replicas")},
         "optimizer {optimizer} calls the script's closure several times in a step, and strategy "
-        "{run.strategy!r} has no mean within a step; use strategy ring or hierarchical, or an optimizer whose "
-        "step() needs no closure, such as torch.optim.AdamW or SGD",
+        "{run.strategy!r} has no mean within a step; use strategy ring or hierarchical, or an optimizer "
+        "whose step() needs no closure, such as torch.optim.AdamW or SGD",
         PrepareError,
     )
     yield Need(
         "optimizer-closure-in-tiers",
         prepare,
         {"closure": Is("needed"), "store": Is("tiered", "sharded", "lent")},
-        "optimizer {optimizer} calls the script's closure several times in a step, and with budgets of memory a "
-        "step is made chunk by chunk; leave out the budgets, or use an optimizer whose step() needs no closure, "
-        "such as torch.optim.AdamW or SGD",
+        "optimizer {optimizer} calls the script's closure several times in a step, and with budgets of "
+        "memory a step is made chunk by chunk; leave out the budgets, or use an optimizer whose step() needs "
+        "no closure, such as torch.optim.AdamW or SGD",
         PrepareError,
     )
     yield Need(

@@ -358,8 +358,8 @@ class ParameterOptimizer:
     """Calls the hooks around steps of `optimizer`, which steps its parameters itself, not segments.
 
     `changed` is the way out if the script has changed the param groups. `calls_closure`: the optimizer itself
-    calls the closure, several times in a step. Each call gives it the workers' mean of the gradients, and that
-    of the loss.
+    calls the closure, several times in a step. Each call gives it the workers' mean of the gradients, and
+    that of the loss.
     """
 
     changed = PREPARE_AGAIN

@@ -122,9 +122,9 @@ class BucketChunk:
         """Let `p.grad` show the published values for each slot that is `present`, and keep this worker's own
         gradients.
 
-        `rows` has the slots whose `p.grad` becomes sparse, and its rows. A gradient that carries a graph keeps
-        its graph, with the published values. The mean over the workers of a function's derivatives at it
-        is then the derivative at the mean.
+        `rows` has the slots whose `p.grad` becomes sparse, and its rows. A gradient that carries a graph
+        keeps its graph, with the published values. The mean over the workers of a function's derivatives at
+        it is then the derivative at the mean.
         """
         self.kept = [parameter.grad for parameter in self.bound.parameters]
         self.show(present)

@@ -54,8 +54,8 @@ class OwnGradients:
         """Forget a backward that raised. Raises RunError if messages had left for the other workers."""
 
     def drop_graphs(self) -> None:
-        """Drop the graphs of gradients that show the mean: each worker has the graph of its own part alone, and
-        the workers are about to step."""
+        """Drop the graphs of gradients that show the mean, since the workers are about to step: each worker
+        has the graph of its own part alone."""
 
     def own(self, bound: BoundChunk) -> list[Tensor | None]:
         """Return this worker's own gradients of a chunk; None for an absent one."""
