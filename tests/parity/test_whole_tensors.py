@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import atoll
 from atoll.core.config import Config, Run, Sync
-from atoll.core.errors import PrepareError, UserError
+from atoll.core.errors import UserError
 from atoll.core.memory import Memory
 from atoll.memory.parameters import ChunkParameter
 from atoll.tensors.stepunit import tensor_bytes
@@ -255,12 +255,6 @@ def test_the_script_may_say_the_unit() -> None:
             "element",
             UserError,
             r"step='element'\): Muon cannot step flat parameters .*; leave",
-        ),
-        (
-            torch.optim.LBFGS,
-            None,
-            PrepareError,
-            "LBFGS calls the script's closure several times.*AdamW",
         ),
     ):
         with atoll.join(Config(), place=ring_of_one()) as session, pytest.raises(error, match=line):

@@ -241,6 +241,7 @@ class Session:
                 steps=self._steps,
                 tells=self._records,
                 unit_of=partial(runtime.unit, self.config, memory),
+                check_sparse=partial(runtime.check_sparse, self.config, memory),
                 more=self._more,
                 joint_norms=runtime.others == "local" and runtime.member is None,
                 step=step,
