@@ -182,11 +182,10 @@ class Model:
         optimizer = ShardOptimizer(
             layout,
             setup.chunks,
-            setup.optimizer,
+            setup.optimizers,
             setup.hyperparameters,
             configured=self._configured,
             fused=self._fused,
-            by_tensor=setup.by_tensor,
         )
         if setup.compensation > 0 and setup.consistency != "bsp":
             optimizer.origins = Origins(kept=1 + setup.pipeline)
@@ -222,7 +221,7 @@ class Model:
             run=run,
             shard=shard,
             digest=self.setup.digest,
-            optimizer=self.setup.optimizer,
+            optimizers=self.setup.optimizers,
             hyperparameters=self.optimizer.hyperparameters,
             sequence=sequence,
             steps=self.iterations,
@@ -370,7 +369,8 @@ class Model:
         """Undo the run's codec, and describe the link's losses by element. Raises WireError for an invalid
         payload."""
         held = push.chunk in self.chunks and push.share < push.shares
-        if not held or not self.coding.writes(self._layout.chunks[push.chunk].dtype):
+        writes = held and self.coding.writes(self._layout.chunks[push.chunk].dtype)
+        if not writes or not any(push.present):
             return push, payload
         start, stop = run_of(self.checks.extent(push.chunk), push.share, push.shares)
         if push.lost is None:
@@ -458,10 +458,16 @@ class Model:
             done(chunk)
 
     def _mean_of(self, action: CombineChunks, chunk: int) -> tuple[Tensor, bytes]:
-        parts, dtype = [], self.optimizer.dtype(chunk)
+        parts = []
         for weight, contribution in action.contributions:
             handle, present = contribution[chunk]
-            parts.append((weight, self._payloads.gradients(handle, dtype), present))
+            parts.append(
+                (
+                    weight,
+                    self._payloads.gradients(handle, self.optimizer.dtype(chunk), self.checks.extent(chunk)),
+                    present,
+                )
+            )
         if not action.losses:
             return weighted_mean(parts)
         gaps = [
@@ -472,22 +478,28 @@ class Model:
 
     def _step(self, action: StepChunks, before: Done, done: Done) -> None:
         assert self.mean is not None
-        mean, self.mean = self.mean, None
+        mean = self.mean
+        self.mean = mean if action.stays else None
         self._replaced.clear()
         self.iterations = action.iteration + 1
         if not action.accepted:
             return
         self.optimizer.set_hyperparameters(action.hyperparameters)
         for chunk in self.chunks:
-            gradients, present = mean.chunks.pop(chunk)
+            if not self.own.trains(chunk, action.optimizer):
+                done(chunk)
+                continue
+            gradients, present = mean.chunks[chunk] if action.stays else mean.chunks.pop(chunk)
             if chunk in action.edited:
                 handle, present = action.edited[chunk]
-                gradients = self._payloads.gradients(handle, self.optimizer.dtype(chunk))
+                gradients = self._payloads.gradients(
+                    handle, self.optimizer.dtype(chunk), self.checks.extent(chunk)
+                )
             elif action.scale != 1:
                 gradients = (
                     gradients * action.scale
                 )  # not in place: the mean may still be on its way to a worker
-            if self.own.trains(chunk) and chunk not in self.awaited and any(present):
+            if chunk not in self.awaited and any(present):
                 self._make_way(chunk, before)
                 with _told_of(chunk):
                     self.own.step(chunk, gradients, present)
@@ -506,9 +518,11 @@ class Model:
         self.iterations = max(self.iterations, action.iteration + 1)
         self.optimizer.set_hyperparameters(action.hyperparameters)
         for chunk, (handle, present) in _in_order(action.chunks):
-            if self.own.trains(chunk) and chunk not in self.awaited:
+            if chunk not in self.awaited and self.own.trains(chunk, action.optimizer):
                 self._make_way(chunk, before)
-                gradients = self._payloads.gradients(handle, self.optimizer.dtype(chunk))
+                gradients = self._payloads.gradients(
+                    handle, self.optimizer.dtype(chunk), self.checks.extent(chunk)
+                )
                 with _told_of(chunk):
                     self.own.contribute(
                         chunk,
@@ -518,6 +532,7 @@ class Model:
                         opens=action.opens,
                         closes=action.closes,
                     )
+            if chunk not in self.awaited and self.own.trains(chunk):
                 self._goes_on(action, chunk)
             reach("shard.stepped", action.iteration)
             done(chunk)

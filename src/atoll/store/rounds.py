@@ -31,6 +31,8 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
         idle: with `loose`, workers that wait in a meeting.
         passed: live workers that are left out until they join anew.
         combined: the workers of the mean, fenced ones included; empty before there is one.
+        stays: True if one of the model's optimizers has stepped the mean, and others may: a Step of this
+            iteration does so, and a commit begins the iteration as another one.
         said: the members' Step; a fenced member's counts too.
         follow: members that step as the others say.
         entering: workers that enter with the next iteration. They are fixed when this one is combined, so
@@ -45,6 +47,7 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
     members: dict[int, Count] = {}
     commits: dict[int, messages.Commit] = {}
     combined: list[Count] = []
+    stays: bool = False
     said: dict[int, messages.Step] = {}
     follow: set[Count] = set()
     entering: dict[int, Count] = {}
@@ -52,13 +55,24 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
 
     def committed(self, _worker: int) -> int:
         """Return the number of iterations in the log; for every live worker it is the same."""
-        return self.iteration + bool(self.combined)
+        return self.iteration + (bool(self.combined) and not self.stays)
 
-    def commit(self, worker: int, commit: messages.Commit, draft: Draft, _these: Contributors) -> None:
+    def commit(self, worker: int, commit: messages.Commit, draft: Draft, these: Contributors) -> None:
         """Take a live worker's commit. `draft.refused` says why it may not commit."""
         if commit.iteration < self.committed(worker):
             draft.reply(worker, commit.incarnation, self._answer(commit.iteration))
-        elif commit.iteration != self.iteration or worker not in self.members:
+            return
+        if self.stays and commit.iteration == self.iteration and worker in self.members:
+            if self.said:
+                draft.refused = (
+                    f"worker {worker} commits iteration {commit.iteration}, and worker {min(self.said)} "
+                    "steps the mean before with one more optimizer: in synchronous training all workers step "
+                    "the same ones"
+                )
+                return
+            self._end_stay()
+            self._try_begin(draft, these)
+        if commit.iteration != self.iteration or worker not in self.members:
             draft.refused = (
                 f"worker {worker} commits iteration {commit.iteration}, while {self.iteration} is under way"
             )
@@ -67,6 +81,10 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
             stands = [each.stand for each in self.commits.values() if each.stand is not None]
             if not are_in_one_epoch(each.stand for each in stands):
                 draft.mismatch = line_of(stands)
+
+    def _end_stay(self) -> None:
+        """Begin the iteration as another one: no more of the model's optimizers step the mean."""
+        self.combined, self.stays, self.members = [], False, {}
 
     def _answer(self, iteration: int) -> messages.Committed:
         if self.told is not None and self.told.iteration == iteration:
@@ -148,6 +166,8 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
 
     def advance(self, draft: Draft, these: Contributors) -> None:
         """Write everything that can be written now."""
+        if self.stays and not self.members:
+            self._end_stay()
         while (
             self._try_step(draft)
             if self.combined
@@ -253,10 +273,14 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
                 editor=speakers[0] if said.edited else -1,
                 accepted=said.accepted,
                 nobody=not speakers,
+                optimizer=said.optimizer,
+                stays=said.stays,
             )
         )
         self.iteration += 1
-        self.combined, self.said, self.members = [], {}, {}
+        self.stays, self.said = said.stays, {}
+        if not self.stays:
+            self.combined, self.members = [], {}
         self.follow.clear()
         return True
 
@@ -307,7 +331,7 @@ def _unlike_settings(first: messages.Step, second: messages.Step) -> Difference 
 
 def _difference(first: messages.Step, second: messages.Step) -> str:
     """Return, in words, a difference between two steps besides hyperparameters; empty for none."""
-    for name in ("accepted", "scale"):
+    for name in ("accepted", "scale", "optimizer", "stays"):
         one, other = getattr(first, name), getattr(second, name)
         if not _same(one, other):
             return f"{name} is {other} and {one}"

@@ -93,6 +93,8 @@ class ShardState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         staged: (worker, incarnation) -> iteration -> contribution.
         combined: the iteration whose mean is here and not yet stepped; -1 for none.
         mean_of: the workers of that mean.
+        stays: True if the mean has been stepped, and stays for other optimizers: they step it as iteration
+            `steps`.
         replaced: the chunks by which each of them would replace the mean's.
         losses: the losses of the latest `limit` contributions that count, by iteration and chunk.
     """
@@ -109,6 +111,7 @@ class ShardState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     staged: dict[Key, dict[int, StagedContribution]] = {}
     combined: int = -1
     mean_of: frozenset[Count] = frozenset()
+    stays: bool = False
     replaced: dict[int, GradientHandles] = {}
     losses: dict[Key, dict[int, dict[int, ChunkLoss]]] = {}
 
@@ -192,13 +195,18 @@ class ShardState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             return PushOutcome(refused=f"this shard does not hold chunk {replace.chunk}")
         if replace.iteration < self.steps:
             return PushOutcome()
-        if replace.iteration != self.combined or worker not in self.mean_of:
+        if replace.iteration != self._may_step or worker not in self.mean_of:
             return PushOutcome(refused=f"worker {worker} has no mean of iteration {replace.iteration} here")
         parts = self.replaced.setdefault(worker, {})
         if replace.chunk in parts:
             return PushOutcome()
         parts[replace.chunk] = (handle, replace.present)
         return PushOutcome(keep=True)
+
+    @property
+    def _may_step(self) -> int:
+        """The iteration that the mean here may be stepped as; -1 if there is none."""
+        return self.steps if self.stays else self.combined
 
     # -- what the log says --------------------------------------------------------------------------------
 
@@ -252,7 +260,7 @@ class ShardState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         members = [self._take(member.worker, member.incarnation, entry.iteration) for member in entry.members]
         taken = [(each.weight, found.parts) for each, found in zip(entry.members, members, strict=True)]
         losses = [found.losses for found in members] if any(found.losses for found in members) else []
-        self.combined = entry.iteration
+        self.combined, self.stays = entry.iteration, False
         self.mean_of = frozenset(member.worker for member in entry.members)
         weight = sum(each.weight if each.counted < 0 else each.counted for each in entry.members)
         samples = sum(member.samples for member in entry.members)
@@ -263,7 +271,7 @@ class ShardState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return [combine, *_release(*(parts for _, parts in taken))]
 
     def _step(self, entry: StepWithMean) -> list[Action]:
-        if entry.iteration != self.combined:
+        if entry.iteration != self._may_step:
             raise StoreError(f"the log steps iteration {entry.iteration}, of which no mean is here")
         replaced = self.replaced.get(entry.editor, {})
         edited: GradientHandles = {}
@@ -276,13 +284,24 @@ class ShardState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         if entry.accepted:
             for chunk in self.versions:
                 self.versions[chunk] += 1
+        for worker in self.mean_of if self.stays else ():  # nobody has committed this iteration
+            if worker in self.members:
+                self.members[worker].clock = entry.iteration + 1
         actions: list[Action] = [
             StepChunks(
-                entry.iteration, entry.scale, entry.hyperparameters, edited, entry.accepted, entry.nobody
+                entry.iteration,
+                entry.scale,
+                entry.hyperparameters,
+                edited,
+                entry.accepted,
+                entry.nobody,
+                entry.optimizer,
+                entry.stays,
             )
         ]
         actions += _release(*self.replaced.values())
-        self.steps, self.combined, self.mean_of = entry.iteration + 1, -1, frozenset()
+        self.steps, self.combined, self.stays = entry.iteration + 1, -1, entry.stays
+        self.mean_of = self.mean_of if entry.stays else frozenset()
         self.replaced = {}
         return actions
 
@@ -303,6 +322,7 @@ class ShardState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             hyperparameters=entry.hyperparameters,
             staleness=entry.staleness,
             behind=entry.behind,
+            optimizer=entry.optimizer,
         )
         return [apply, *_release(parts)]
 

@@ -156,14 +156,21 @@ class Runtime:
         return choices_in(self.cell(config, memory), config, known, given)
 
     def unit(
-        self, config: Config, given: Memory | None, optimizer: torch.optim.Optimizer, asked: str | None
+        self,
+        config: Config,
+        given: Memory | None,
+        optimizer: torch.optim.Optimizer,
+        asked: str | None,
+        *,
+        again: bool,
     ) -> Unit:
         """Return the unit in which `optimizer` steps, under the budgets `given`.
 
-        `asked` is the script's own word. Raises UserError where the table of needs refuses the optimizer.
+        `asked` is the script's own word. `again`: its model was prepared before. Raises UserError where the
+        table of needs refuses the optimizer.
         """
         unit = unit_of(optimizer, asked, self.device)
-        check("prepare", self.choices(config, given, **unit.facts))
+        check("prepare", self.choices(config, given, again=again, **unit.facts))
         return unit
 
     def tiers(self, config: Config, given: Memory | None, **facts: Any) -> Tiers | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -284,6 +284,7 @@ class NewParameters(Answers):
         super().__init__(chunks, connection, "parameters", self._pull_of, store.window)
         self._store, self._of_group, self._told_lost, self._told_consumed = store, of_group, lost, consumed
         self._keeps_graphs = keeps_graphs
+        self._of: Collection[int] | None = None  # the chunks that the script's own step is of; None: all
         self._publishing = False  # True while the script waits for the parameters
         self._begun = False  # True while some values are written, and not all
         self._drops = False  # True while answers equal the present parameters
@@ -384,6 +385,8 @@ class NewParameters(Answers):
         if not self._begun:
             self._begin_values()
         present = self._store.present(bound) if self._keeps_graphs and self.steps else None
+        if present is not None and self._of is not None and bound.chunk.id not in self._of:
+            present = [False] * len(present)
         self._store.write_values(bound, values, present)
 
     def show_rest(self) -> None:
@@ -428,13 +431,14 @@ class NewParameters(Answers):
             self._drops = False
 
     @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Return a context in which published parameters follow from the script's own step."""
-        self.steps = True
+    def stepping(self, of: Collection[int] | None) -> Iterator[None]:
+        """Return a context in which published parameters follow from the script's own step of the chunks
+        `of`; None: of all."""
+        self.steps, self._of = True, of
         try:
             yield
         finally:
-            self.steps = False
+            self.steps, self._of = False, None
 
     def _begin_values(self) -> None:
         self.check_unchanged()
