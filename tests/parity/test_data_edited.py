@@ -25,12 +25,12 @@ def train(session: atoll.Session, first: int, steps: int) -> float:
     return max(float(parameter.detach().abs().max()) for parameter in net.parameters())
 
 
-@pytest.mark.parametrize("kind", ["ring", "hierarchical"])
+@pytest.mark.parametrize("kind", ["ring", "hierarchical", "server", "ps-hra"])
 def test_the_values_count(pool: WorkerPool, kind: str) -> None:
     assert max(run_at(pool, kind, train, 0, 3)) <= 0.01
 
 
-@pytest.mark.parametrize("kind", ["server", "asp", "ps-hra", "peers"])
+@pytest.mark.parametrize("kind", ["asp", "peers"])
 def test_where_other_processes_step_the_script_is_told(pool: WorkerPool, kind: str) -> None:
     with pytest.raises(JobFailedError, match="was changed by the script after session.prepare"):
         run_at(pool, kind, train, 0, 3)
@@ -38,5 +38,5 @@ def test_where_other_processes_step_the_script_is_told(pool: WorkerPool, kind: s
 
 @pytest.mark.parametrize("kind", ["server", "peers"])
 def test_a_script_that_begins_late_is_told_too(pool: WorkerPool, kind: str) -> None:
-    with pytest.raises(JobFailedError, match="was changed by the script after session.prepare"):
+    with pytest.raises(JobFailedError, match="was changed by the script"):
         run_at(pool, kind, train, 10, 90)

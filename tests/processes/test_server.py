@@ -573,8 +573,9 @@ def test_garbage_is_dropped_and_counted(start: Callable[..., Run]) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"optimizer": "os.system"}, "cannot run the optimizer"),
-        ({"optimizer": "torch.optim.lbfgs.LBFGS"}, "cannot run the optimizer"),
+        ({"optimizers": [m.OptimizerKind("os.system", 1)]}, "cannot run the optimizer"),
+        ({"optimizers": [m.OptimizerKind("torch.optim.lbfgs.LBFGS", 1)]}, "cannot run the optimizer"),
+        ({"optimizers": [m.OptimizerKind("torch.optim.sgd.SGD", 2**50)]}, "param group"),
         ({"layout": msgspec.Raw(b"\xc0")}, "layout cannot be read"),
         ({"consistency": "maybe"}, "no such consistency"),
         ({"shards": 0}, "shard 0 of a run of 0"),

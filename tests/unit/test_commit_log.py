@@ -292,6 +292,42 @@ def test_a_mean_that_stays_goes_with_the_last_of_its_workers() -> None:
     assert log.handle_fence(1, 2).entries[-1] == Joined(worker=2, incarnation=3, clock=2)
 
 
+def test_workers_that_write_other_values_are_told() -> None:
+    log = log_of("bsp")
+    for worker in (0, 1):
+        contribute(log, worker, worker + 1, 0)
+    log.handle_step(0, say(1, 0, written=[3], writes="a"))
+    for how in ({"written": [3], "writes": "b"}, {}):
+        refused = log.handle_step(1, say(2, 0, **how)).refused
+        assert (
+            "they have written different values into parameters, or one of them has written none" in refused
+        )
+    (entry,) = log.handle_step(1, say(2, 0, written=[3], writes="a")).entries
+    assert isinstance(entry, StepWithMean)
+    assert (entry.written, entry.editor) == ([3], 0)
+
+
+def test_who_has_just_joined_need_not_have_written_what_the_others_have() -> None:
+    log = log_of("bsp")
+    for worker in (0, 1):
+        contribute(log, worker, worker + 1, 0)
+    log.handle_fence(0, 1)
+    log.handle_step(1, say(2, 0))
+    log.handle_join(0, 3)
+    contribute(log, 1, 2, 1)
+    log.handle_step(1, say(2, 1))
+    contribute(log, 0, 3, 2)
+    contribute(log, 1, 2, 2)
+    log.handle_step(0, say(3, 2))
+    (entry,) = log.handle_step(1, say(2, 2, written=[3], writes="a")).entries
+    assert isinstance(entry, StepWithMean)
+    assert (entry.written, entry.editor) == ([3], 1)
+    for worker, incarnation in ((0, 3), (1, 2)):
+        contribute(log, worker, incarnation, 3)
+    log.handle_step(0, say(3, 3))
+    assert "written different values" in log.handle_step(1, say(2, 3, written=[3], writes="a")).refused
+
+
 def test_each_optimizer_has_an_open_step_of_its_own() -> None:
     log = log_of("asp")
     seen = []

@@ -108,6 +108,7 @@ class ModelState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     held: ShardState
     mean: MeanState | None
     replaced: list[tuple[Count, Count, Count]]
+    written: list[tuple[Count, Count, Count]] = []
     payloads: list[Count]
     handles: Count
     site: SiteState | None = None
@@ -169,6 +170,7 @@ class Model:
         self.checks = Checks(setup, layout, self.optimizer)
         self._lent: dict[int, Lent] = {}  # chunks whose values are or were being sent to workers
         self._replaced: set[tuple[int, int, int]] = set()  # worker, iteration, chunk
+        self._written: set[tuple[int, int, int]] = set()  # of chunks whose values the worker has written
         self.iterations = setup.steps
 
     @property
@@ -248,6 +250,7 @@ class Model:
                 alike=mean.alike,
             ),
             replaced=sorted(self._replaced),
+            written=sorted(self._written),
             payloads=list(self._payloads.held),
             handles=self._payloads.handles,
         )
@@ -265,7 +268,7 @@ class Model:
         self.state = state.held
         self.pulls = Pulls(self.state)
         self.iterations = state.iterations
-        self._replaced = set(state.replaced)
+        self._replaced, self._written = set(state.replaced), set(state.written)
         held = {handle: parts[CONTRIBUTION][handle] for handle in state.payloads}
         self._payloads = InFlight(state.handles, held)
         self.complete = True
@@ -419,21 +422,27 @@ class Model:
         return self.state.lost_of(worker, pull, iteration, chunk, self.checks.extent(chunk))
 
     def replace(self, worker: int, replace: Replace, payload: memoryview | None) -> str:
-        """Store a worker's edited mean of a chunk; returns why it is refused."""
+        """Store a worker's edited mean or values of a chunk; returns why it is refused."""
         refusal = self.checks.gradient(replace, payload) if self.complete else NOT_SET_UP
         if refusal:
             return refusal
         outcome = self.state.handle_replace(worker, replace, self._payloads.next)
         if outcome.keep:
             self._payloads.keep(payload)
-            self._replaced.add((worker, replace.iteration, replace.chunk))
+            kept = self._written if replace.values else self._replaced
+            kept.add((worker, replace.iteration, replace.chunk))
         return outcome.refused
 
-    def lacks(self, worker: int, iteration: int, edited: Iterable[int]) -> bool:
-        """True if some of the chunks that a worker has edited, of those held here, have not arrived yet."""
+    def lacks(self, worker: int, iteration: int, edited: Iterable[int], written: Iterable[int]) -> bool:
+        """True if some of the chunks whose mean a worker has edited, or into which it has written, of those
+        held here, have not arrived yet."""
+        awaited = [
+            *((chunk, self._replaced) for chunk in edited),
+            *((chunk, self._written) for chunk in written),
+        ]
         return any(
-            chunk in self.state.versions and (worker, iteration, chunk) not in self._replaced
-            for chunk in edited
+            chunk in self.state.versions and (worker, iteration, chunk) not in arrived
+            for chunk, arrived in awaited
         )
 
     # -- the log's actions --------------------------------------------------------------------------------
@@ -481,7 +490,15 @@ class Model:
         mean = self.mean
         self.mean = mean if action.stays else None
         self._replaced.clear()
+        self._written.clear()
         self.iterations = action.iteration + 1
+        for chunk, (handle, _) in action.written.items():
+            if chunk not in self.awaited:
+                self._make_way(chunk, before)
+                values = self._payloads.gradients(
+                    handle, self.optimizer.dtype(chunk), self.checks.extent(chunk)
+                )
+                self.own.set_values(chunk, values)
         if not action.accepted:
             return
         self.optimizer.set_hyperparameters(action.hyperparameters)

@@ -73,6 +73,7 @@ class StepChunks:
         nobody: True if all workers that had the mean were gone before one said how to step.
         optimizer: the optimizer that steps, of the model's.
         stays: True if the mean stays for steps of the model's other optimizers.
+        written: the values that chunks have before the step, also if it is not accepted.
     """
 
     iteration: int
@@ -83,6 +84,7 @@ class StepChunks:
     nobody: bool = False
     optimizer: int = 0
     stays: bool = False
+    written: GradientHandles = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

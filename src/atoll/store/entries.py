@@ -60,11 +60,12 @@ class StepWithMean(LogEntry, frozen=True, tag="step"):
     Attributes:
         scale: the factor of the mean.
         edited: chunks of which `editor`'s version replaces the mean's.
-        editor: the worker; -1 if no chunk is edited.
+        editor: the worker; -1 if no chunk is edited or written.
         accepted: False for no step.
         nobody: True if all workers that had the mean were gone before one said how to step.
         optimizer: the optimizer that steps, of the model's.
         stays: True if the mean stays for steps of the model's other optimizers.
+        written: chunks that have the values which `editor` has written, before the step.
     """
 
     iteration: Count
@@ -76,6 +77,7 @@ class StepWithMean(LogEntry, frozen=True, tag="step"):
     nobody: bool = False
     optimizer: Count = 0
     stays: bool = False
+    written: list[Count] = []
 
 
 class Apply(LogEntry, frozen=True):

@@ -35,6 +35,8 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
             iteration does so, and a commit begins the iteration as another one.
         said: the members' Step; a fenced member's counts too.
         follow: members that step as the others say.
+        fresh: workers that joined in this iteration. They lack what the others' scripts have written into
+            parameters since the step before.
         entering: workers that enter with the next iteration. They are fixed when this one is combined, so
             that all its members are told the same.
         told: the latest answer, which a worker that lost it is given again.
@@ -50,6 +52,7 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
     stays: bool = False
     said: dict[int, messages.Step] = {}
     follow: set[Count] = set()
+    fresh: set[Count] = set()
     entering: dict[int, Count] = {}
     told: messages.Committed | None = None
 
@@ -108,7 +111,7 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
         if step.iteration != self.iteration or not self.said or step.follows:
             return  # a late duplicate, the first word, or a member that follows the others
         first = next(iter(self.said))
-        difference = _difference(self.said[first], step)
+        difference = _difference(self.said[first], step, writes=self._settled.issuperset((first, worker)))
         found = _unlike_settings(self.said[first], step)
         if found is not None and (found.key == GRADIENT_SCALE or not difference):
             if worker < first:
@@ -119,6 +122,11 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
                 f"worker {worker} and worker {first} would step iteration {step.iteration} differently: "
                 f"{difference}; in synchronous training all workers must say the same"
             )
+
+    @property
+    def _settled(self) -> set[int]:
+        """The members that have made the iteration before; if there is none, all members."""
+        return self.members.keys() - self.fresh or set(self.members)
 
     def leave(self, worker: int, incarnation: int, these: Contributors) -> None:
         """Leave out a worker that is fenced."""
@@ -154,6 +162,7 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
 
     def _join(self, worker: int, incarnation: int, draft: Draft) -> None:
         self.passed.discard(worker)
+        self.fresh.add(worker)
         draft.write(Joined(worker=worker, incarnation=incarnation, clock=self.iteration))
 
     def _pass_over_idle(self) -> None:
@@ -259,7 +268,7 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
     def _try_step(self, draft: Draft) -> bool:
         if self._silent():
             return False
-        speakers = sorted(self.said)
+        speakers = sorted(self.said, key=lambda worker: (worker in self.fresh, worker))
         nothing = messages.Step(
             incarnation=0, iteration=self.iteration, scale=1.0, hyperparameters=[], accepted=False
         )
@@ -270,11 +279,12 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
                 scale=said.scale,
                 hyperparameters=said.hyperparameters,
                 edited=said.edited,
-                editor=speakers[0] if said.edited else -1,
+                editor=speakers[0] if said.edited or said.written else -1,
                 accepted=said.accepted,
                 nobody=not speakers,
                 optimizer=said.optimizer,
                 stays=said.stays,
+                written=said.written,
             )
         )
         self.iteration += 1
@@ -282,6 +292,7 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
         if not self.stays:
             self.combined, self.members = [], {}
         self.follow.clear()
+        self.fresh.clear()
         return True
 
     def _silent(self) -> list[int]:
@@ -329,8 +340,11 @@ def _unlike_settings(first: messages.Step, second: messages.Step) -> Difference 
     return first_difference(first.hyperparameters, second.hyperparameters)
 
 
-def _difference(first: messages.Step, second: messages.Step) -> str:
-    """Return, in words, a difference between two steps besides hyperparameters; empty for none."""
+def _difference(first: messages.Step, second: messages.Step, *, writes: bool) -> str:
+    """Return, in words, a difference between two steps besides hyperparameters; empty for none.
+
+    With `writes`, what the scripts have written into parameters is compared too.
+    """
     for name in ("accepted", "scale", "optimizer", "stays"):
         one, other = getattr(first, name), getattr(second, name)
         if not _same(one, other):
@@ -339,6 +353,11 @@ def _difference(first: messages.Step, second: messages.Step) -> str:
         return (
             "they have made different gradients of the same mean (clipping, other changes of p.grad, or "
             "GradScalers of different scales: call session.register(scaler=scaler))"
+        )
+    if writes and (first.writes, sorted(first.written)) != (second.writes, sorted(second.written)):
+        return (
+            "they have written different values into parameters, or one of them has written none: write "
+            "equal values on every worker, between the same two steps"
         )
     if sorted(first.edited) != sorted(second.edited):
         return f"edited chunks are {sorted(second.edited)} and {sorted(first.edited)}"

@@ -96,6 +96,7 @@ class ShardState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         stays: True if the mean has been stepped, and stays for other optimizers: they step it as iteration
             `steps`.
         replaced: the chunks by which each of them would replace the mean's.
+        written: the chunks' values that each of them has written.
         losses: the losses of the latest `limit` contributions that count, by iteration and chunk.
     """
 
@@ -113,6 +114,7 @@ class ShardState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     mean_of: frozenset[Count] = frozenset()
     stays: bool = False
     replaced: dict[int, GradientHandles] = {}
+    written: dict[int, GradientHandles] = {}
     losses: dict[Key, dict[int, dict[int, ChunkLoss]]] = {}
 
     @classmethod
@@ -197,7 +199,7 @@ class ShardState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             return PushOutcome()
         if replace.iteration != self._may_step or worker not in self.mean_of:
             return PushOutcome(refused=f"worker {worker} has no mean of iteration {replace.iteration} here")
-        parts = self.replaced.setdefault(worker, {})
+        parts = (self.written if replace.values else self.replaced).setdefault(worker, {})
         if replace.chunk in parts:
             return PushOutcome()
         parts[replace.chunk] = (handle, replace.present)
@@ -273,17 +275,10 @@ class ShardState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def _step(self, entry: StepWithMean) -> list[Action]:
         if entry.iteration != self._may_step:
             raise StoreError(f"the log steps iteration {entry.iteration}, of which no mean is here")
-        replaced = self.replaced.get(entry.editor, {})
-        edited: GradientHandles = {}
-        for chunk in entry.edited:
-            if chunk not in self.versions or not entry.accepted:
-                continue
-            if chunk not in replaced:
-                raise StoreError(f"worker {entry.editor} has not sent what it made of chunk {chunk}")
-            edited[chunk] = replaced[chunk]
-        if entry.accepted:
-            for chunk in self.versions:
-                self.versions[chunk] += 1
+        edited = self._sent(entry.editor, entry.edited if entry.accepted else [], self.replaced)
+        written = self._sent(entry.editor, entry.written, self.written)
+        for chunk in self.versions if entry.accepted else written:
+            self.versions[chunk] += 1
         for worker in self.mean_of if self.stays else ():  # nobody has committed this iteration
             if worker in self.members:
                 self.members[worker].clock = entry.iteration + 1
@@ -297,13 +292,24 @@ class ShardState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 entry.nobody,
                 entry.optimizer,
                 entry.stays,
+                written,
             )
         ]
-        actions += _release(*self.replaced.values())
+        actions += _release(*self.replaced.values(), *self.written.values())
         self.steps, self.combined, self.stays = entry.iteration + 1, -1, entry.stays
         self.mean_of = self.mean_of if entry.stays else frozenset()
-        self.replaced = {}
+        self.replaced, self.written = {}, {}
         return actions
+
+    def _sent(self, editor: int, chunks: list[int], by: dict[int, GradientHandles]) -> GradientHandles:
+        """Return what the editor has sent of those of the `chunks` that are here."""
+        sent: GradientHandles = {}
+        for chunk in chunks:
+            if chunk in self.versions and chunk not in by.get(editor, {}):
+                raise StoreError(f"worker {editor} has not sent what it made of chunk {chunk}")
+            if chunk in self.versions:
+                sent[chunk] = by[editor][chunk]
+        return sent
 
     def _apply(self, entry: Apply) -> list[Action]:
         parts = self._take(entry.worker, entry.incarnation, entry.iteration).parts

@@ -171,15 +171,19 @@ class Step(Message, frozen=True):
     unscaled: float = 1.0
     optimizer: Count = 0
     stays: bool = False
+    written: list[Count] = []  # chunks whose values the script has changed: they come as Replace before
+    writes: Name = ""  # a digest of these values: equal from all
 
 
 class Replace(Message, frozen=True):
-    """BSP: the payload is the gradient that the script made of a chunk's mean."""
+    """BSP: the payload is the gradient that the script made of a chunk's mean; with `values`, the values that
+    it has written into the chunk's parameters."""
 
     incarnation: Count
     iteration: Count
     chunk: Count
     present: bytes
+    values: bool = False
 
 
 class PullMean(Message, frozen=True):

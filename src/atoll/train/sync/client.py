@@ -261,6 +261,25 @@ class ServerClient:
                 shards.send(self._connection.shard_of[chunk_id], replace, payload, until=STEP)
         return edits.hexdigest() if edited else ""
 
+    def send_written(self, iteration: int, written: Mapping[int, Tensor], *, send: bool = True) -> str:
+        """Send the values, (extent,), that the script has written into these chunks; return their digest, as
+        `send_edited` does."""
+        shards, writes = self._connection.shards, hashlib.blake2b(digest_size=16)
+        slots = {bound.chunk.id: len(bound.parameters) for bound in self._chunks}
+        for chunk_id, values in written.items():
+            payload = bytes_of(values)
+            writes.update(payload)
+            if send:
+                replace = Replace(
+                    incarnation=shards.incarnation,
+                    iteration=iteration,
+                    chunk=chunk_id,
+                    present=bytes([1] * slots[chunk_id]),
+                    values=True,
+                )
+                shards.send(self._connection.shard_of[chunk_id], replace, payload, until=STEP)
+        return writes.hexdigest() if written else ""
+
     def say_step(
         self,
         iteration: int,
@@ -272,6 +291,8 @@ class ServerClient:
         accepted: bool,
         optimizer: int = 0,
         stays: bool = False,
+        written: Sequence[int] = (),
+        writes: str = "",
     ) -> None:
         """Let the shards step with the mean times `scale`, or leave the step out if it is not `accepted`.
 
@@ -284,6 +305,8 @@ class ServerClient:
             accepted: False to leave the step out.
             optimizer: the optimizer that steps, by its place among the model's.
             stays: True if others of the model's optimizers may step the same mean.
+            written: the chunks whose values the script has written.
+            writes: the digest that `send_written` returned.
         """
         shards = self._connection.shards
         shards.send(
@@ -300,6 +323,8 @@ class ServerClient:
                 unscaled=self._calls.unscaled() if accepted else 1.0,
                 optimizer=optimizer,
                 stays=stays,
+                written=list(written),
+                writes=writes,
             ),
             until=STEP,
         )

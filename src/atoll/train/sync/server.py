@@ -22,6 +22,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -118,6 +119,7 @@ class Parts:
         lazy: True to publish new parameters before the next forward.
         keeps_graphs: True to leave parameters without a gradient alone until the next forward of the model:
             other workers may have changed them meanwhile.
+        takes_changes: True to tell the shards of the script's own writes to parameters.
     """
 
     chunks: Sequence[BoundChunk]
@@ -130,6 +132,7 @@ class Parts:
     together: Together | None = None
     lazy: bool = False
     keeps_graphs: bool = False
+    takes_changes: bool = False
 
 
 class Server(Reducer):
@@ -160,6 +163,7 @@ class Server(Reducer):
             self._store,
             of_group=of_group,
             keeps_graphs=parts.keeps_graphs,
+            takes_changes=parts.takes_changes,
             lost=self._hear_lost,
             consumed=self._hear_consumed_alone,
         )
@@ -478,10 +482,12 @@ class MeanExchange(Server):
     def _leave_out(self) -> None:
         """Leave a step out: a backward begins after a mean without a step, as when a GradScaler skips one.
 
-        Raises UserError if gradients of that mean are left, to which backward would add. The parameters stay
-        unchanged: within backward, nothing may be written to them.
+        If gradients of that mean are left, the backward adds to them, and they count with the next mean.
+        Raises UserError then if they lie in tiers. The parameters stay unchanged: within backward, nothing
+        may be written to them.
         """
-        if self._store.has_mean():
+        has_mean = self._store.has_mean()
+        if has_mean and self._store.window is not None:
             raise UserError(
                 f"iteration {self.steps}: a second backward before optimizer.step(); under strategy "
                 "'server' with bsp, wrap all but the last in session.no_sync(), or add the losses up; to "
@@ -489,7 +495,7 @@ class MeanExchange(Server):
             )
         self.reduced = False
         with self.parameters.dropping():
-            self._make_step(accepted=False, hyperparameters=[], edited=[], turn=ALL)
+            self._make_step(accepted=False, hyperparameters=[], edited=[], turn=ALL, counted=has_mean)
             self.parameters.discard() if self.group is None else self.parameters.discarded()
         self.steps += 1
 
@@ -503,16 +509,23 @@ class MeanExchange(Server):
     def step(self, accepted: bool, hyperparameters: Hyperparameters, turn: Turn = ALL) -> None:
         edited = self._store.edited() if accepted else []  # a step left out needs no gradients
         edited = [chunk for chunk in edited if turn.chunks is None or chunk in turn.chunks]
+        written = self.parameters.take_changes()
         with self.parameters.stepping(turn.chunks):
-            values = self._make_step(accepted, hyperparameters, edited, turn)
+            values = self._make_step(accepted, hyperparameters, edited, turn, written)
             if self.group is not None:
                 self.parameters.adopt(values)
-            elif not self._lazy or edited:
+            elif not self._lazy or edited or written:
                 self.parameters.publish()
         self._stepped(turn)
 
     def _make_step(
-        self, accepted: bool, hyperparameters: Hyperparameters, edited: list[int], turn: Turn
+        self,
+        accepted: bool,
+        hyperparameters: Hyperparameters,
+        edited: list[int],
+        turn: Turn,
+        written: Mapping[int, Tensor] = MappingProxyType({}),
+        counted: bool = False,
     ) -> dict[int, Tensor]:
         """Let the shards make the step; return the new parameters by chunk in a group, else nothing."""
         what = f"the parameters after iteration {self.steps}"
@@ -520,6 +533,7 @@ class MeanExchange(Server):
         def act() -> dict[int, Tensor]:
             role = self.uplink.role(self.steps)
             edits = self._client.send_edited(self.steps, edited, send=role.leads)
+            writes = self._client.send_written(self.steps, written, send=role.leads)
             if role.leads:
                 self._client.say_step(
                     self.steps,
@@ -530,6 +544,8 @@ class MeanExchange(Server):
                     accepted=accepted,
                     optimizer=turn.optimizer,
                     stays=turn.stays,
+                    written=list(written),
+                    writes=writes,
                 )
                 points.reach("group.stepped", self.steps)
             if self.group is not None:
@@ -539,7 +555,7 @@ class MeanExchange(Server):
 
         with self._timed():
             values = self.uplink.round(what, act, self.steps, self.sum.where)
-        self.feedback.settle(self.steps, counted=accepted)
+        self.feedback.settle(self.steps, counted=accepted or counted)
         return values
 
 

@@ -309,6 +309,7 @@ def exchange_alone(site: str) -> MakeExchange:
             held=held,
             lazy=sync.lazy,
             pipeline=sync.pipeline,
+            takes_changes=not site,
         )
 
     return make
