@@ -18,8 +18,12 @@ from support.pool import WorkerPool
 from support.runs import alone, model, run_at
 
 WORLD, STEPS, AT = 2, 6, (2, 4)
-HERE = ["ring", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("hierarchical", "elastic"))]
-ELSEWHERE = ("server", "asp", "ps-hra", "peers", "tiers", "server tiers", "peers tiers")
+HERE = [
+    "ring",
+    "server",
+    *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("hierarchical", "elastic")),
+]
+ELSEWHERE = ("ps-hra", "peers", "tiers", "server tiers", "peers tiers")
 
 
 class Lora(nn.Module):
@@ -147,12 +151,43 @@ def check(found: list[list[Tensor]], right: list[list[Tensor]]) -> None:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=[] if k == "ring" else pytest.mark.soak) for k in HERE]
-)
+@pytest.mark.parametrize("kind", HERE)
 def test_training_goes_on_with_the_changed_model(pool: WorkerPool, kind: str, change: str) -> None:
     for found in run_at(pool, kind, train, change, world=WORLD):
         check(found, plain(WORLD, change))
+
+
+@pytest.mark.parametrize("change", ["unfrozen", "LoRA"])
+def test_a_single_worker_of_shards_at_its_own_pace_goes_on_too(pool: WorkerPool, change: str) -> None:
+    (found,) = run_at(pool, "asp", train, change, world=1)
+    check(found, plain(1, change))
+
+
+def at_own_paces(session: atoll.Session) -> list[Tensor]:
+    """Make unequal numbers of steps before the change, and take the newest values at its end."""
+    net = model()
+    optimizer = first_frozen(net)
+    session.prepare(net, optimizer)
+    for step in range(6 if session.rank else 2):
+        net(batch(session.rank, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    session.prepare(net, unfreeze(net, optimizer))
+    begun = [p.detach().clone() for p in net.parameters()]
+    for step in range(2):
+        net(batch(session.rank, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    session.barrier()
+    return [*begun, *(p.detach().clone() for p in net.parameters())]
+
+
+def test_workers_at_unequal_iterations_change_together(pool: WorkerPool) -> None:
+    first, second = run_at(pool, "asp", at_own_paces, world=WORLD)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, second, strict=True))
+    half = len(first) // 2
+    assert bool((first[0] == model()[0].weight).all())  # frozen until the change
+    assert bool((first[half] != first[0]).any())
 
 
 @pytest.mark.parametrize("change", CHANGES)

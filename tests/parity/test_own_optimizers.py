@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from torch import nn
 import atoll
 from atoll.core.config import Config
 from atoll.core.errors import PrepareError
-from support.pool import ring_of_one
+from support import runs
+from support.pool import WorkerPool, ring_of_one
 
 LAYERS, WIDTH, STEPS = 6, 64, 5
 RIGHT = [own_optimizer.RenewedMomentum, own_optimizer.TwoInTurn, own_optimizer.DecaysGradients]
@@ -74,3 +76,24 @@ def test_one_that_gives_parameters_other_memory_is_refused_in_a_line() -> None:
         atoll.memory.fit(twins.model, twins.optimizer, memory=atoll.Memory(device="48KiB", step="host"))
     with atoll.join(Config(), place=ring_of_one()) as session, pytest.raises(PrepareError, match=said):
         session.prepare(twins.model, twins.optimizer)
+
+
+def of_the_script(session: atoll.Session) -> tuple[str, float]:
+    """Prepare an optimizer whose class is in the script itself; return the error, and its seconds."""
+
+    class Lion(torch.optim.SGD):
+        pass
+
+    Lion.__module__, Lion.__qualname__ = "__main__", "Lion"
+    net = runs.model()
+    began = time.monotonic()
+    with pytest.raises(PrepareError) as caught:
+        session.prepare(net, Lion(net.parameters(), lr=0.1))
+    return str(caught.value), time.monotonic() - began
+
+
+@pytest.mark.parametrize("kind", ["server", "asp", "ps-hra", "peers"])
+def test_a_class_that_no_other_process_can_import_is_refused_in_prepare(pool: WorkerPool, kind: str) -> None:
+    for said, seconds in runs.run_at(pool, kind, of_the_script):
+        assert "which cannot import Lion: it is defined in the script itself; put it into a module" in said
+        assert seconds < 30  # nobody waits for another worker, or for a shard

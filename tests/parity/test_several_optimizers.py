@@ -23,8 +23,8 @@ from support.pool import JobFailedError, WorkerPool
 from support.runs import alone, model, run_at
 
 WORLD, STEPS = 2, 5
-HERE = ("ring", "hierarchical", "elastic")  # the kinds that take several
-REFUSED = ("server", "asp", "ps-hra", "peers", "tiers", "server tiers", "peers tiers")
+HERE = ("ring", "hierarchical", "elastic", "server", "ps-hra")  # the kinds that take several
+REFUSED = ("ps-hra asp", "peers", "tiers", "server tiers", "peers tiers")
 
 
 def split(net: nn.Module) -> list[Optimizer]:
@@ -107,6 +107,15 @@ def check(found: list[list[Tensor]], right: list[list[Tensor]]) -> None:
 def test_each_step_equals_plain_torch(pool: WorkerPool, kind: str, order: str) -> None:
     for found in run_at(pool, kind, train, order, world=WORLD):
         check(found, plain(WORLD, order))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kind", ["asp", "ssp"])
+def test_a_single_worker_of_shards_at_its_own_pace_steps_as_plain_torch_does(
+    pool: WorkerPool, kind: str, order: str
+) -> None:
+    (found,) = run_at(pool, kind, train, order, world=1)
+    check(found, plain(1, order))
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -419,13 +428,24 @@ def train_list(session: atoll.Session) -> list[list[Tensor]]:
     return tutorial(gan, optimizers, [session.rank])
 
 
-@pytest.mark.parametrize("script", [train_pairs, train_list])
-@pytest.mark.parametrize("kind", HERE)
+@pytest.mark.parametrize(
+    ("kind", "script"),
+    [(kind, train_list) for kind in HERE] + [(kind, train_pairs) for kind in HERE[:3]],
+)
 def test_the_loop_of_the_dcgan_tutorial(pool: WorkerPool, kind: str, script: Callable[..., Any]) -> None:
     gan = Gan()
     right = tutorial(gan, gan.optimizers(), list(range(WORLD)))
     for found in run_at(pool, kind, script, world=WORLD):
         check(found, right)
+
+
+def test_a_gan_at_each_workers_own_pace_changes_no_network_under_its_graph(pool: WorkerPool) -> None:
+    gan = Gan()
+    before = values(gan)
+    for found in run_at(pool, "asp", train_list, world=WORLD):
+        moved = [bool((now != then).any()) for now, then in zip(found[-1], before, strict=True)]
+        assert all(moved)
+        assert all(bool(each.isfinite().all()) for each in found[-1])
 
 
 @pytest.mark.parametrize("script", [train_pairs, train_list])

@@ -184,12 +184,15 @@ class Model:
     def hyperparameters(self) -> list[dict[str, Any]]:
         return plain_hyperparameters(list(self.plain.param_groups))
 
+    def optimizers(self) -> list[m.OptimizerKind]:
+        return [m.OptimizerKind(full_name(type(self.plain)), len(self.plain.param_groups))]
+
     def setup(self, shard: int, *, workers: int, digest: str = "d", **changes: Any) -> m.Setup:
         given: dict[str, Any] = {
             "digest": digest,
             "layout": msgspec.Raw(msgspec.msgpack.encode(self.layout)),
             "chunks": self.held(shard),
-            "optimizer": full_name(type(self.plain)),
+            "optimizers": self.optimizers(),
             "hyperparameters": self.hyperparameters(),
             "consistency": "bsp",
             "slack": 0,

@@ -65,7 +65,7 @@ def test_the_log_keeps_news_together_for_a_hub_that_reads_nothing(monkeypatch: p
 def commit_many(keeper: LogKeeper, count: int) -> None:
     """As a worker under asp does, with one sample each; all is staged."""
     setup = m.Setup(
-        digest="", workers=1, shards=1, consistency="asp", slack=0, optimizer="", layout=Raw(b""), chunks=[],
+        digest="", workers=1, shards=1, consistency="asp", slack=0, optimizers=[], layout=Raw(b""), chunks=[],
         hyperparameters=[],
     )  # fmt: skip
     keeper.set_up(setup, [0])

@@ -33,7 +33,7 @@ from atoll.server.payloads import payload_of
 from atoll.server.shard import Shard
 from atoll.server.snapshot import Snapshots, latest, read_contents, restore
 from atoll.tensors.payload import tensor_of
-from atoll.tensors.shardoptimizer import ShardOptimizer, full_name
+from atoll.tensors.shardoptimizer import ShardOptimizer
 from atoll.wire import messages as m
 from atoll.wire.messages import decode_untrusted, encode
 
@@ -573,8 +573,9 @@ def test_garbage_is_dropped_and_counted(start: Callable[..., Run]) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"optimizer": "os.system"}, "cannot run the optimizer"),
-        ({"optimizer": "torch.optim.lbfgs.LBFGS"}, "cannot run the optimizer"),
+        ({"optimizers": [m.OptimizerKind("os.system", 1)]}, "cannot run the optimizer"),
+        ({"optimizers": [m.OptimizerKind("torch.optim.lbfgs.LBFGS", 1)]}, "cannot run the optimizer"),
+        ({"optimizers": [m.OptimizerKind("torch.optim.sgd.SGD", 2**50)]}, "param group"),
         ({"layout": msgspec.Raw(b"\xc0")}, "layout cannot be read"),
         ({"consistency": "maybe"}, "no such consistency"),
         ({"shards": 0}, "shard 0 of a run of 0"),
@@ -634,9 +635,7 @@ def test_snapshots_are_of_one_moment(start: Callable[..., Run], tmp_path: Path) 
                 f"shard {shard}: the snapshot that was there is gone, and no other is there"
             )
         held = run.model.held(shard)
-        fresh = ShardOptimizer(
-            run.model.layout, held, full_name(torch.optim.AdamW), run.model.hyperparameters()
-        )
+        fresh = ShardOptimizer(run.model.layout, held, run.model.optimizers(), run.model.hyperparameters())
         steps = restore(folder, fresh).heading.steps
         for chunk in held if steps else ():
             assert torch.equal(fresh.values(chunk), moments[steps][chunk]), (steps, chunk)
@@ -672,7 +671,7 @@ def test_a_folder_of_another_run_is_refused(start: Callable[..., Run], tmp_path:
     snapshot = latest(folder)
     assert snapshot is not None
     fresh = ShardOptimizer(
-        run.model.layout, run.model.chunks, full_name(torch.optim.AdamW), run.model.hyperparameters()
+        run.model.layout, run.model.chunks, run.model.optimizers(), run.model.hyperparameters()
     )
     with (snapshot / "chunk-0.safetensors").open("r+b") as file:
         file.seek(-1, os.SEEK_END)

@@ -270,6 +270,52 @@ def test_a_late_worker_enters_where_the_loop_over_two_models_begins(
     assert results[0]["counted"][:2] == [[3.0] * len(order)] * 2
 
 
+@dataclass(frozen=True)
+class TakesTurnsInOneList:
+    """As `TakesTurns`, with both models in one list and their optimizers in another, as a GAN's script may
+    have them: in no iteration both optimizers step."""
+
+    order: tuple[int, ...]
+
+    def __call__(self, session: Session, who: int, folder: Path) -> dict[str, Any]:
+        models = [make(), make_second()]
+        both = nn.ModuleList([model for model, _ in models])
+        session.prepare(both, [optimizer for _, optimizer in models])
+        first = session.resume()
+        ring = session._runtime.ring
+        assert ring is not None
+        counted: list[list[float]] = []
+        for step in range(first, STEPS):
+            if step == 1 and session.world < 3:
+                (folder / f"{who}.stops").touch()
+                wait_for(lambda: ring.is_awaited, "a newcomer", DEADLINE / 2)
+            counted.append([])
+            for number in self.order:
+                model, optimizer = models[number]
+                optimizer.zero_grad()
+                session.weight(2.0**who)
+                loss_of(model, who, step).backward()
+                counted[-1].append(session._state.prepared[0].reducer.sum.scaling.reference)  # type: ignore[attr-defined]
+                optimizer.step()
+        parameters = [[p.detach().tolist() for p in model.parameters()] for model, _ in models]
+        return {"first": first, "counted": counted, "parameters": parameters}
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_late_worker_enters_a_loop_whose_optimizers_never_step_one_mean(
+    tmp_path: Path, order: tuple[int, ...]
+) -> None:
+    with case(tmp_path / "run", TakesTurnsInOneList(order), workers=2) as made:
+        let_in(made)
+        results = [made.result(who) for who in range(3)]
+        assert made.told("ring") == ["ring 1 of 2 workers", "ring 2 of 3 workers"]
+    assert [result.get("first", result) for result in results] == [0, 0, 2]
+    for result in results:
+        assert result["parameters"] == results[0]["parameters"]
+        assert result["counted"][-4:] == [[7.0] * len(order)] * 4
+    assert results[0]["counted"][:2] == [[3.0] * len(order)] * 2
+
+
 # -- members that cannot connect ----------------------------------------------------------------------------
 
 

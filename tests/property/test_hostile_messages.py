@@ -145,7 +145,7 @@ class ShardHost(Host):
             digest="d",
             layout=msgspec.Raw(msgspec.msgpack.encode(layout)),
             chunks=[each.id for each in held],
-            optimizer=full_name(type(optimizer)),
+            optimizers=[m.OptimizerKind(full_name(type(optimizer)), len(optimizer.param_groups))],
             hyperparameters=m.plain_hyperparameters(optimizer.param_groups),
             consistency=kind,
             slack=2,

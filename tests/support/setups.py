@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
-from atoll.wire.messages import Setup
+from atoll.wire.messages import OptimizerKind, Setup
 
 SETUP = Setup(
     digest="d",
     layout=msgspec.Raw(msgspec.msgpack.encode({})),
     chunks=[0],
-    optimizer="torch.optim.sgd.SGD",
+    optimizers=[OptimizerKind("torch.optim.sgd.SGD", 1)],
     hyperparameters=[{"lr": 0.1}],
     consistency="asp",
     slack=0,

@@ -234,6 +234,134 @@ def test_under_ssp_nobody_waits_for_one_that_waits_for_its_new_group() -> None:
     assert [type(entry) for entry in entries] == [Apply]
 
 
+def steps(log: CommitLog, iteration: int, **how: object) -> list[AnyEntry]:
+    """Have both workers say an equal Step; return what the log writes."""
+    assert log.handle_step(0, say(1, iteration, **how)).entries == []
+    return log.handle_step(1, say(2, iteration, **how)).entries
+
+
+def test_several_optimizers_step_one_mean_one_after_another() -> None:
+    log = log_of("bsp")
+    for worker in (0, 1):
+        contribute(log, worker, worker + 1, 0)
+    for iteration, (optimizer, stays) in enumerate(((1, True), (0, True), (2, False))):
+        (entry,) = steps(log, iteration, optimizer=optimizer, stays=stays)
+        assert isinstance(entry, StepWithMean)
+        assert (entry.optimizer, entry.stays) == (optimizer, stays)
+    assert entry.iteration == 2
+    for worker in (0, 1):
+        contribute(log, worker, worker + 1, 3)
+    assert isinstance(log.lines.entries[-1], Combine)
+
+
+def test_a_mean_that_stays_makes_way_for_the_next_iterations() -> None:
+    log = log_of("bsp")
+    for worker in (0, 1):
+        contribute(log, worker, worker + 1, 0)
+    steps(log, 0, stays=True)
+    log.handle_join(2, 3)
+    for worker in (0, 1):
+        contribute(log, worker, worker + 1, 1)
+    assert log.lines.entries[-1].iteration == 1  # type: ignore[union-attr]
+    steps(log, 1, stays=True)
+    log.handle_commit(0, commit(1, 2))
+    assert log.lines.entries[-1] == Joined(worker=2, incarnation=3, clock=2)
+    assert log.waiting_for() == [
+        "worker 0's chunks of iteration 2, on shard 0",
+        "worker 1, to commit iteration 2",
+        "worker 2, to commit iteration 2",
+    ]
+
+
+def test_workers_that_step_other_optimizers_are_told() -> None:
+    log = log_of("bsp")
+    for worker in (0, 1):
+        contribute(log, worker, worker + 1, 0)
+    log.handle_step(0, say(1, 0, optimizer=1, stays=True))
+    assert "optimizer is 0 and 1" in log.handle_step(1, say(2, 0, stays=True)).refused
+    log.handle_step(1, say(2, 0, optimizer=1, stays=True))
+    log.handle_step(0, say(1, 1))
+    refused = log.handle_commit(1, commit(2, 1)).refused
+    assert refused == (
+        "worker 1 commits iteration 1, and worker 0 steps the mean before with one more optimizer: in "
+        "synchronous training all workers step the same ones"
+    )
+
+
+def test_who_steps_a_mean_that_another_has_left_is_told() -> None:
+    log = log_of("bsp")
+    for worker in (0, 1):
+        contribute(log, worker, worker + 1, 0)
+    steps(log, 0, stays=True)
+    log.handle_commit(0, commit(1, 1))
+    assert "which has no mean yet" in log.handle_step(1, say(2, 1)).refused
+
+
+def test_a_mean_that_stays_goes_with_the_last_of_its_workers() -> None:
+    log = log_of("bsp")
+    for worker in (0, 1):
+        contribute(log, worker, worker + 1, 0)
+    steps(log, 0, stays=True)
+    log.handle_fence(0, 1)
+    (entry,) = log.handle_step(1, say(2, 1, stays=True)).entries
+    assert isinstance(entry, StepWithMean)
+    log.handle_join(2, 3)
+    assert log.handle_fence(1, 2).entries[-1] == Joined(worker=2, incarnation=3, clock=2)
+
+
+def test_workers_that_write_other_values_are_told() -> None:
+    log = log_of("bsp")
+    for worker in (0, 1):
+        contribute(log, worker, worker + 1, 0)
+    log.handle_step(0, say(1, 0, written=[3], writes="a"))
+    for how in ({"written": [3], "writes": "b"}, {}):
+        refused = log.handle_step(1, say(2, 0, **how)).refused
+        assert (
+            "they have written different values into parameters, or one of them has written none" in refused
+        )
+    (entry,) = log.handle_step(1, say(2, 0, written=[3], writes="a")).entries
+    assert isinstance(entry, StepWithMean)
+    assert (entry.written, entry.editor) == ([3], 0)
+
+
+def test_who_has_just_joined_need_not_have_written_what_the_others_have() -> None:
+    log = log_of("bsp")
+    for worker in (0, 1):
+        contribute(log, worker, worker + 1, 0)
+    log.handle_fence(0, 1)
+    log.handle_step(1, say(2, 0))
+    log.handle_join(0, 3)
+    contribute(log, 1, 2, 1)
+    log.handle_step(1, say(2, 1))
+    contribute(log, 0, 3, 2)
+    contribute(log, 1, 2, 2)
+    log.handle_step(0, say(3, 2))
+    (entry,) = log.handle_step(1, say(2, 2, written=[3], writes="a")).entries
+    assert isinstance(entry, StepWithMean)
+    assert (entry.written, entry.editor) == ([3], 1)
+    for worker, incarnation in ((0, 3), (1, 2)):
+        contribute(log, worker, incarnation, 3)
+    log.handle_step(0, say(3, 3))
+    assert "written different values" in log.handle_step(1, say(2, 3, written=[3], writes="a")).refused
+
+
+def test_each_optimizer_has_an_open_step_of_its_own() -> None:
+    log = log_of("asp")
+    seen = []
+    for worker, iteration, optimizer in ((0, 0, 0), (0, 1, 1), (1, 0, 0), (1, 1, 1)):
+        log.handle_staged(0, worker, worker + 1, iteration)
+        told = msgspec.structs.replace(commit(worker + 1, iteration), optimizer=optimizer)
+        (entry,) = log.handle_commit(worker, told).entries
+        assert isinstance(entry, Apply)
+        seen.append((entry.optimizer, entry.part, entry.opens, entry.closes))
+    assert seen == [
+        (0, 1.0, True, False),
+        (1, 1.0, True, False),
+        (0, 0.5, False, True),
+        (1, 0.5, False, True),
+    ]
+
+
 def test_a_member_fenced_before_the_mean_is_left_out_and_one_fenced_after_counts() -> None:
     log = log_of("bsp", workers=3)
     for worker in range(3):

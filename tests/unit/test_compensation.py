@@ -34,7 +34,7 @@ def setup(**changes: object) -> Setup:
         "digest": "d",
         "layout": msgspec.Raw(msgspec.msgpack.encode(layout)),
         "chunks": [0],
-        "optimizer": "torch.optim.sgd.SGD",
+        "optimizers": [{"name": "torch.optim.sgd.SGD", "groups": 1}],
         "hyperparameters": plain_hyperparameters(optimizer.param_groups),
         "consistency": "asp",
         "slack": 0,

@@ -43,6 +43,8 @@ NORM = {"module": "1.norm"}
 AT_HOME = {"steps": "home"}
 OWN_DATA = {"call": "session.epoch_of", "data": "own"}
 TIERED = {"store": "tiered", "link.transport": "tcp", "sync.codec": "float32", "memory.step": "auto"}
+AGAIN = {"sync": "bsp", "run.strategy": "server", "again": True}
+SEVERAL = {"sync": "bsp", "run.strategy": "server", "several optimizers": True}
 BY_TENSOR = {"unit": "tensor", "optimizer": "Muon", "why": "it came out different"}
 # For each row: a run that the row refuses, and how its sentence begins and ends.
 EXAMPLES: dict[str, tuple[Choices, str, str]] = {
@@ -324,17 +326,57 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
     "second-model": (
         Choices({"sync": "peers", "models": 1, "run.strategy": "peers"}),
         "strategy 'peers' trains one model in a session",
-        "put both into one nn.ModuleList and prepare that, with one optimizer",
+        "prepare that, with one optimizer, or under server with a list of both optimizers",
     ),
     "several-optimizers": (
         Choices({"sync": "peers", "several optimizers": True, "run.strategy": "peers"}),
         "strategy 'peers' steps a model by one optimizer",
-        "one optimizer with a param group for each, or set run.strategy to ring or hierarchical",
+        "one optimizer with a param group for each, or set run.strategy to ring, hierarchical or server",
+    ),
+    "several-optimizers-groups": (
+        Choices({**SEVERAL, "sync": "asp", "run.strategy": "ps-hra", "sync.consistency": "asp"}),
+        "under strategy 'ps-hra' with sync.consistency 'asp' a member that waits for others cannot tell",
+        "with a param group for each, or set sync.consistency to bsp, or run.strategy to server",
+    ),
+    "several-optimizers-sites": (
+        Choices({**SEVERAL, "site": "paris"}),
+        "a site's shard steps a model by one optimizer",
+        "one optimizer with a param group for each, or leave out run.sites",
+    ),
+    "several-optimizers-lazy": (
+        Choices({**SEVERAL, "sync.lazy": True}),
+        "with sync.lazy new parameters come at the next forward, after all of several optimizers' steps",
+        "one optimizer with a param group for each, or set sync.lazy to false",
+    ),
+    "several-optimizers-pipeline": (
+        Choices({**SEVERAL, "sync": "asp", "sync.pipeline": 1}),
+        "with sync.pipeline a step is in flight when the next of several optimizers steps",
+        "one optimizer with a param group for each, or set sync.pipeline to 0",
     ),
     "prepared-again": (
-        Choices({"sync": "asp", "again": True, "run.strategy": "server"}),
-        "strategy 'server' takes a model as it is when session.prepare first sees it, and not once more",
-        "prepare the changed model in another session, or set run.strategy to ring or hierarchical",
+        Choices({"sync": "bsp", "again": True, "run.strategy": "ps-hra"}),
+        "strategy 'ps-hra' takes a model as it is when session.prepare first sees it, and not once more",
+        "prepare the changed model in another session, or set run.strategy to ring, hierarchical or server",
+    ),
+    "prepared-again-replicas": (
+        Choices({"sync": "replicas", "again": True, "run.strategy": "ring"}),
+        "with sync.period a model is taken as it is when session.prepare first sees it",
+        "prepare the changed model in another session, or leave out sync.period",
+    ),
+    "prepared-again-sites": (
+        Choices({**AGAIN, "site": "paris"}),
+        "a site's shard takes a model as it is when session.prepare first sees it",
+        "prepare the changed model in another session, or leave out run.sites",
+    ),
+    "prepared-again-lossy": (
+        Choices({**AGAIN, "link.lossy": True}),
+        "what the link has held back of gradients does not fit a changed model",
+        "prepare the changed model in another session, or set link.transport to tcp",
+    ),
+    "prepared-again-codec": (
+        Choices({**AGAIN, "sync.codec": "bfloat16"}),
+        "what sync.codec has held back of gradients does not fit a changed model",
+        "prepare the changed model in another session, or set sync.codec to float32",
     ),
     "prepared-again-in-tiers": (
         Choices({"store": "tiered", "again": True}),

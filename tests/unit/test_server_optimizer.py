@@ -19,7 +19,7 @@ from atoll.core.errors import UserError
 from atoll.server.snapshot import Heading, Snapshots, latest, restore
 from atoll.tensors.binding import specs_of
 from atoll.tensors.shardoptimizer import ShardOptimizer, full_name, optimizer_class
-from atoll.wire.messages import plain_hyperparameters
+from atoll.wire.messages import OptimizerKind, plain_hyperparameters
 
 SHAPES = [(33, 5), (33,), (), (65, 7), (0,), (7,), (128, 16)]
 
@@ -49,7 +49,10 @@ class Twins:
                 shard.set_values(id_, self.flat(id_, [p.detach() for p in every]))
 
     def make(self, ids: list[int]) -> ShardOptimizer:
-        return ShardOptimizer(self.layout, ids, full_name(self.class_), self.hyperparameters())
+        return ShardOptimizer(self.layout, ids, self.kinds(), self.hyperparameters())
+
+    def kinds(self) -> list[OptimizerKind]:
+        return [OptimizerKind(full_name(self.class_), len(self.hyperparameters()))]
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         """As they come over the wire."""
@@ -280,7 +283,7 @@ def test_an_open_step_goes_on_from_a_snapshot(
     assert was.open_step(ids[-1]) is not None
     snapshots = Snapshots(tmp_path, run="r", shard=0, seconds=9.0, failed=pytest.fail)
     heading = Heading(
-        run="r", shard=0, digest="d", optimizer=name, hyperparameters=[], sequence=1, steps=before
+        run="r", shard=0, digest="d", optimizers=twins.kinds(), hyperparameters=[], sequence=1, steps=before
     )
     snapshots.take(was, dict.fromkeys(ids, 0), heading)
     end = time.monotonic() + 30
@@ -302,9 +305,7 @@ def test_an_open_step_goes_on_from_a_snapshot(
 
 def test_fused_may_be_chosen_where_it_is_left_to_torch() -> None:
     twins = Twins(torch.optim.AdamW, torch.float32, [{"lr": 0.01}])
-    chosen = ShardOptimizer(
-        twins.layout, [0], full_name(torch.optim.AdamW), twins.hyperparameters(), fused=True
-    )
+    chosen = ShardOptimizer(twins.layout, [0], twins.kinds(), twins.hyperparameters(), fused=True)
     chosen.set_values(0, twins.shards[0].values(0))
     gradient = torch.ones_like(chosen.values(0))
     for shard in (chosen, twins.shards[0]):
@@ -327,7 +328,7 @@ def test_fused_steps_take_parameters_of_which_some_have_their_first_gradient(
     """torch's fused SGD takes parameters of which all have a momentum, or none."""
     twins = Twins(class_, torch.float64, [settings])
     ids = [chunk.id for chunk in twins.layout.chunks]
-    fused = ShardOptimizer(twins.layout, ids, full_name(class_), twins.hyperparameters(), fused=True)
+    fused = ShardOptimizer(twins.layout, ids, twins.kinds(), twins.hyperparameters(), fused=True)
     for id_ in ids:
         fused.set_values(id_, twins.flat(id_, [p.detach() for p in twins.every]))
     for number, missing in enumerate([(0, 1), (1, 2, 3), (), (4, 5), ()]):
@@ -360,7 +361,11 @@ def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
     settings = torch.optim.LBFGS([nn.Parameter(torch.ones(2, 2))]).defaults
     with pytest.raises(UserError, match="outside the script it cannot be run"):
         ShardOptimizer(
-            twins.layout, [0], full_name(torch.optim.LBFGS), [settings], configured="torch.optim.lbfgs:LBFGS"
+            twins.layout,
+            [0],
+            [OptimizerKind(full_name(torch.optim.LBFGS), 1)],
+            [settings],
+            configured="torch.optim.lbfgs:LBFGS",
         )
 
 
@@ -379,7 +384,7 @@ def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
 def test_bad_hyperparameters_are_the_users_mistake(groups: list[dict[str, Any]]) -> None:
     twins = Twins(torch.optim.Adam, torch.float32, [{"lr": 0.01}])
     with pytest.raises(UserError):
-        ShardOptimizer(twins.layout, [0], full_name(torch.optim.Adam), groups)
+        ShardOptimizer(twins.layout, [0], [OptimizerKind(full_name(torch.optim.Adam), len(groups))], groups)
 
 
 def test_a_hyperparameter_of_many_elements_is_the_users_mistake() -> None:
@@ -387,7 +392,7 @@ def test_a_hyperparameter_of_many_elements_is_the_users_mistake() -> None:
     groups = plain_hyperparameters([{"lr": torch.tensor([0.1]), "scales": torch.ones(2)}])
     assert groups[0]["lr"] == pytest.approx(0.1)
     with pytest.raises(UserError, match=r"hyperparameter 'scales' is a Tensor, and not a plain number"):
-        ShardOptimizer(twins.layout, [0], full_name(torch.optim.Adam), groups)
+        ShardOptimizer(twins.layout, [0], [OptimizerKind(full_name(torch.optim.Adam), len(groups))], groups)
 
 
 def test_a_number_of_groups_that_changes_is_refused() -> None:

@@ -57,6 +57,82 @@ def applied(worker: int, iteration: int, incarnation: int = 1) -> Apply:
     )
 
 
+def combined(iteration: int) -> Combine:
+    member = WeightedContribution(worker=0, incarnation=1, weight=1.0, samples=1.0)
+    return Combine(iteration=iteration, members=[member])
+
+
+def stepped(iteration: int, optimizer: int, *, stays: bool, edited: bool = False) -> StepWithMean:
+    return StepWithMean(
+        iteration=iteration,
+        scale=1.0,
+        hyperparameters=LR,
+        edited=[3] * edited,
+        editor=0 if edited else -1,
+        accepted=True,
+        optimizer=optimizer,
+        stays=stays,
+    )
+
+
+def test_a_mean_that_stays_is_stepped_as_the_next_iteration() -> None:
+    state = joined(ShardState.begin([3], "bsp", 0), 0)
+    state.handle_push(0, push(3, chunks=1), 10)
+    state.handle_entry(combined(0))
+    (step,) = state.handle_entry(stepped(0, 1, stays=True))
+    assert isinstance(step, StepChunks)
+    assert (step.optimizer, step.stays) == (1, True)
+    assert state.awaits_mean(1)  # a worker that asks for it gets another mean
+    assert state.handle_replace(0, Replace(incarnation=1, iteration=1, chunk=3, present=b"\1"), 11).keep
+    step, release = state.handle_entry(stepped(1, 0, stays=False, edited=True))
+    assert isinstance(step, StepChunks)
+    assert step.edited == {3: (11, b"\1")}
+    assert release == Release([11])
+    assert not state.handle_push(0, push(3, 1, chunks=1), 12).keep  # it was made with the mean that stayed
+    assert state.handle_push(0, push(3, 2, chunks=1), 13).staged
+    with pytest.raises(StoreError, match="steps iteration 2, of which no mean is here"):
+        state.handle_entry(stepped(2, 0, stays=False))
+
+
+@pytest.mark.parametrize("accepted", [True, False])
+def test_written_values_come_before_the_step_and_without_one(accepted: bool) -> None:
+    state = joined(ShardState.begin([3], "bsp", 0), 0)
+    state.handle_push(0, push(3, chunks=1), 10)
+    state.handle_entry(combined(0))
+    written = Replace(incarnation=1, iteration=0, chunk=3, present=b"\1", values=True)
+    entry = msgspec.structs.replace(stepped(0, 0, stays=False), written=[3], editor=0, accepted=accepted)
+    assert state.handle_replace(0, written, 11).keep
+    assert state.handle_replace(0, msgspec.structs.replace(written, values=False), 12).keep
+    assert not state.handle_replace(0, written, 13).keep  # a repetition
+    step, *release = state.handle_entry(entry)
+    assert isinstance(step, StepChunks)
+    assert (step.edited, step.written) == ({}, {3: (11, b"\1")})
+    assert {handle for each in release for handle in each.handles} == {11, 12}  # type: ignore[union-attr]
+    assert state.versions == {3: 1}
+
+
+def test_values_that_were_not_sent_cannot_be_written() -> None:
+    state = joined(ShardState.begin([3], "bsp", 0), 0)
+    state.handle_push(0, push(3, chunks=1), 10)
+    state.handle_entry(combined(0))
+    entry = msgspec.structs.replace(stepped(0, 0, stays=False), written=[3], editor=0)
+    with pytest.raises(StoreError, match="worker 0 has not sent what it made of chunk 3"):
+        state.handle_entry(entry)
+
+
+def test_a_mean_that_stays_makes_way_for_the_next_one() -> None:
+    state = joined(ShardState.begin([3], "bsp", 0), 0)
+    state.handle_push(0, push(3, chunks=1), 10)
+    state.handle_entry(combined(0))
+    state.handle_entry(stepped(0, 1, stays=True))
+    assert state.handle_push(0, push(3, 1, chunks=1), 11).staged
+    combine, _ = state.handle_entry(combined(1))
+    assert isinstance(combine, CombineChunks)
+    (step,) = state.handle_entry(stepped(1, 0, stays=True))
+    assert isinstance(step, StepChunks)
+    assert state.steps == 2
+
+
 def test_a_contribution_is_staged_applied_and_released() -> None:
     state = joined(ShardState.begin([3, 5], "asp", 0), 0)
     pulls = Pulls(state)

@@ -18,6 +18,7 @@ from atoll.tensors.binding import specs_of
 from atoll.tensors.packing import pack, unpack
 from atoll.tensors.shardoptimizer import Scratch, ShardOptimizer, full_name
 from atoll.tensors.wholechunk import WholeChunk
+from atoll.wire.messages import OptimizerKind
 from support.optimizers import ManyStates
 
 SHAPES = [(20, 32), (48, 20), (4, 48), (3, 5, 3, 3), (7,), ()]
@@ -54,8 +55,8 @@ class Twins:
         settings = {key: value for key, value in self.plain.param_groups[0].items() if key != "params"}
         layout = layout or self.layout
         ids = [chunk.id for chunk in layout.chunks]
-        name = full_name(self.class_)
-        return ShardOptimizer(layout, ids, name, [settings], configured=path, by_tensor=True)
+        kinds = [OptimizerKind(full_name(self.class_), 1, by_tensor=True)]
+        return ShardOptimizer(layout, ids, kinds, [settings], configured=path)
 
     def flat(self, chunk: int, tensors: list[Any]) -> Tensor:
         """Return one tensor of each parameter, (extent,), as they lie in the chunk."""

@@ -434,11 +434,42 @@ def _of_models() -> Iterator[Need]:
     yield Need(
         "several-optimizers",
         prepare,
-        {"sync": Is("bsp", "ssp", "asp", "peers", "replicas"), "several optimizers": Is(True)},
-        f"strategy {{run.strategy!r}} steps a model by one optimizer: {way_out}, or set run.strategy to ring "
-        "or hierarchical",
+        {"sync": Is("peers", "replicas"), "several optimizers": Is(True)},
+        f"strategy {{run.strategy!r}} steps a model by one optimizer: {way_out}, or set run.strategy to "
+        "ring, hierarchical or server",
         PrepareError,
     )
+    served = {"several optimizers": Is(True), "sync": Is("bsp", "ssp", "asp")}
+    more: tuple[tuple[str, dict[str, Condition], str, str], ...] = (
+        (
+            "groups",
+            {"run.strategy": Is("ps-hra"), "sync.consistency": IsNot("bsp")},
+            "under strategy 'ps-hra' with sync.consistency {sync.consistency!r} a member that waits for "
+            "others cannot tell which optimizer they step",
+            "set sync.consistency to bsp, or run.strategy to server",
+        ),
+        ("sites", {"site": Given()}, "a site's shard steps a model by one optimizer", "leave out run.sites"),
+        (
+            "lazy",
+            {"sync.lazy": Is(True)},
+            "with sync.lazy new parameters come at the next forward, after all of several optimizers' steps",
+            "set sync.lazy to false",
+        ),
+        (
+            "pipeline",
+            {"sync.pipeline": Given()},
+            "with sync.pipeline a step is in flight when the next of several optimizers steps",
+            "set sync.pipeline to 0",
+        ),
+    )
+    for name, cell, why, instead in more:
+        yield Need(
+            f"several-optimizers-{name}",
+            prepare,
+            {**served, **cell},
+            f"{why}: {way_out}, or {instead}",
+            PrepareError,
+        )
     yield Need(
         "several-optimizers-in-tiers",
         prepare,
@@ -450,11 +481,34 @@ def _of_models() -> Iterator[Need]:
     yield Need(
         "prepared-again",
         prepare,
-        {"sync": Is("bsp", "ssp", "asp", "peers", "replicas"), "again": Is(True)},
+        {"sync": Is("bsp", "ssp", "asp", "peers"), "run.strategy": IsNot("server"), "again": Is(True)},
         "strategy {run.strategy!r} takes a model as it is when session.prepare first sees it, and not once "
-        f"more after it has changed: {before}, or set run.strategy to ring or hierarchical",
+        f"more after it has changed: {before}, or set run.strategy to ring, hierarchical or server",
         PrepareError,
     )
+    yield Need(
+        "prepared-again-replicas",
+        prepare,
+        {"sync": Is("replicas"), "again": Is(True)},
+        "with sync.period a model is taken as it is when session.prepare first sees it, and not once more "
+        f"after it has changed: {before}, or leave out sync.period",
+        PrepareError,
+    )
+    yield Need(
+        "prepared-again-sites",
+        prepare,
+        {"site": Given(), "again": Is(True)},
+        "a site's shard takes a model as it is when session.prepare first sees it, and not once more after "
+        f"it has changed: {before}, or leave out run.sites",
+        PrepareError,
+    )
+    for name, held, condition, instead in (
+        ("lossy", "the link", {"link.lossy": Is(True)}, "set link.transport to tcp"),
+        ("codec", "sync.codec", {"sync.codec": IsNot(PLAIN_CODEC)}, f"set sync.codec to {PLAIN_CODEC}"),
+    ):
+        chosen: dict[str, Condition] = {"sync": Is("bsp", "ssp", "asp"), "again": Is(True), **condition}
+        why = f"what {held} has held back of gradients does not fit a changed model"
+        yield Need(f"prepared-again-{name}", prepare, chosen, f"{why}: {before}, or {instead}", PrepareError)
     yield Need(
         "prepared-again-in-tiers",
         prepare,
@@ -473,9 +527,13 @@ def _of_models() -> Iterator[Need]:
     yield Need(
         "second-model",
         prepare,
-        {"sync": Is("bsp", "ssp", "asp", "peers", "replicas"), "models": Given()},
+        {
+            "sync": Is("bsp", "ssp", "asp", "peers", "replicas"),
+            "models": Given(),
+            "again": IsNot(True),
+        },
         "strategy {run.strategy!r} trains one model in a session; put both into one nn.ModuleList and "
-        "prepare that, with one optimizer",
+        "prepare that, with one optimizer, or under server with a list of both optimizers",
         PrepareError,
     )
     over = "atoll.memory.over has given {over!r} the workers {ranks}, "

@@ -27,7 +27,7 @@ from atoll.core.hyperparameters import Difference, first_difference
 from atoll.core.weighing import KNOWN, are_certain, beyond, weight_of
 from atoll.tensors.shardoptimizer import Scratch, Settings, ShardOptimizer, SlotValues
 from atoll.wire.device import Clip
-from atoll.wire.messages import Hyperparameters
+from atoll.wire.messages import Hyperparameters, OptimizerKind
 
 _COLUMNS = 1024  # columns of 8 bytes in which a chunk's bits are summed
 _MADE = 64  # latest iterations whose contributors are kept
@@ -152,11 +152,10 @@ class GlobalParameters:
             return ShardOptimizer(
                 self.layout,
                 chunks,
-                self.optimizer_name,
+                [OptimizerKind(self.optimizer_name, len(hyperparameters), self._by_tensor)],
                 hyperparameters,
                 configured=self._configured,
                 fused=self._fused,
-                by_tensor=self._by_tensor,
             )
 
     def twin(self) -> ShardOptimizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -30,6 +31,11 @@ def sent_groups(optimizer: torch.optim.Optimizer) -> Settings:
                 check("call", Choices({"steps": "home", "setting": setting, "kind": type(value).__name__}))
         sent.append(values)
     return sent
+
+
+def sent_groups_of_all(optimizers: Iterable[torch.optim.Optimizer]) -> Settings:
+    """Return the param groups of several optimizers, one after another, as `sent_groups` does."""
+    return [group for optimizer in optimizers for group in sent_groups(optimizer)]
 
 
 def _is_plain(value: Any) -> bool:

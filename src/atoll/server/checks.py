@@ -39,7 +39,10 @@ class Checks:
         return sorted((slot.offset, slot.offset + slot.numel) for slot, here in slots if here)
 
     def gradient(self, message: Push | Replace, payload: memoryview | None) -> str:
-        """Return why a message is no valid gradient of a chunk or of a run of a chunk; empty if valid."""
+        """Return why a message is no valid gradient of a chunk or of a run of a chunk; empty if valid.
+
+        Gradients of which none is present need no payload.
+        """
         chunk, holder = message.chunk, self._holder
         if chunk not in holder.chunks:
             return f"this shard does not hold chunk {chunk}"
@@ -51,6 +54,8 @@ class Checks:
         run = self.run_bytes(chunk, share, shares)
         expected = run.stop - run.start
         got = payload.nbytes if payload is not None else 0
+        if not got and not any(message.present):
+            return ""
         if got == expected and (payload is not None or shares > 1):  # a run may be empty
             lost = message.lost if isinstance(message, Push) else None
             return flaw(lost, expected // holder.dtype(chunk).itemsize) if lost is not None else ""

@@ -39,6 +39,7 @@ class InFlight:
         for handle in handles:
             self.held.pop(handle, None)
 
-    def gradients(self, handle: int, dtype: torch.dtype) -> Tensor:
-        """Return a chunk's gradients, (extent,)."""
-        return tensor_of(self.held[handle], dtype)
+    def gradients(self, handle: int, dtype: torch.dtype, extent: int) -> Tensor:
+        """Return a chunk's gradients, (extent,). They come without a payload where none is present."""
+        payload = self.held[handle]
+        return tensor_of(payload, dtype) if payload.nbytes else torch.zeros(extent, dtype=dtype)

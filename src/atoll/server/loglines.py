@@ -92,10 +92,13 @@ class LogLines:
         if not self._entries or model is None:
             return False
         entry = self._entries[0][1]
-        if not isinstance(entry, StepWithMean) or not entry.accepted or not entry.edited:
+        if not isinstance(entry, StepWithMean):
+            return False
+        edited = entry.edited if entry.accepted else []
+        if not edited and not entry.written:
             return False
         gone = any(isinstance(each, Fenced) and each.worker == entry.editor for _, each in self._entries)
-        return not gone and model.lacks(entry.editor, entry.iteration, entry.edited)
+        return not gone and model.lacks(entry.editor, entry.iteration, edited, entry.written)
 
     # -- following shard 0 --------------------------------------------------------------------------------
 

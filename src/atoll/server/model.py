@@ -108,6 +108,7 @@ class ModelState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     held: ShardState
     mean: MeanState | None
     replaced: list[tuple[Count, Count, Count]]
+    written: list[tuple[Count, Count, Count]] = []
     payloads: list[Count]
     handles: Count
     site: SiteState | None = None
@@ -169,6 +170,7 @@ class Model:
         self.checks = Checks(setup, layout, self.optimizer)
         self._lent: dict[int, Lent] = {}  # chunks whose values are or were being sent to workers
         self._replaced: set[tuple[int, int, int]] = set()  # worker, iteration, chunk
+        self._written: set[tuple[int, int, int]] = set()  # of chunks whose values the worker has written
         self.iterations = setup.steps
 
     @property
@@ -182,11 +184,10 @@ class Model:
         optimizer = ShardOptimizer(
             layout,
             setup.chunks,
-            setup.optimizer,
+            setup.optimizers,
             setup.hyperparameters,
             configured=self._configured,
             fused=self._fused,
-            by_tensor=setup.by_tensor,
         )
         if setup.compensation > 0 and setup.consistency != "bsp":
             optimizer.origins = Origins(kept=1 + setup.pipeline)
@@ -222,7 +223,7 @@ class Model:
             run=run,
             shard=shard,
             digest=self.setup.digest,
-            optimizer=self.setup.optimizer,
+            optimizers=self.setup.optimizers,
             hyperparameters=self.optimizer.hyperparameters,
             sequence=sequence,
             steps=self.iterations,
@@ -249,6 +250,7 @@ class Model:
                 alike=mean.alike,
             ),
             replaced=sorted(self._replaced),
+            written=sorted(self._written),
             payloads=list(self._payloads.held),
             handles=self._payloads.handles,
         )
@@ -266,7 +268,7 @@ class Model:
         self.state = state.held
         self.pulls = Pulls(self.state)
         self.iterations = state.iterations
-        self._replaced = set(state.replaced)
+        self._replaced, self._written = set(state.replaced), set(state.written)
         held = {handle: parts[CONTRIBUTION][handle] for handle in state.payloads}
         self._payloads = InFlight(state.handles, held)
         self.complete = True
@@ -370,7 +372,8 @@ class Model:
         """Undo the run's codec, and describe the link's losses by element. Raises WireError for an invalid
         payload."""
         held = push.chunk in self.chunks and push.share < push.shares
-        if not held or not self.coding.writes(self._layout.chunks[push.chunk].dtype):
+        writes = held and self.coding.writes(self._layout.chunks[push.chunk].dtype)
+        if not writes or not any(push.present):
             return push, payload
         start, stop = run_of(self.checks.extent(push.chunk), push.share, push.shares)
         if push.lost is None:
@@ -419,21 +422,27 @@ class Model:
         return self.state.lost_of(worker, pull, iteration, chunk, self.checks.extent(chunk))
 
     def replace(self, worker: int, replace: Replace, payload: memoryview | None) -> str:
-        """Store a worker's edited mean of a chunk; returns why it is refused."""
+        """Store a worker's edited mean or values of a chunk; returns why it is refused."""
         refusal = self.checks.gradient(replace, payload) if self.complete else NOT_SET_UP
         if refusal:
             return refusal
         outcome = self.state.handle_replace(worker, replace, self._payloads.next)
         if outcome.keep:
             self._payloads.keep(payload)
-            self._replaced.add((worker, replace.iteration, replace.chunk))
+            kept = self._written if replace.values else self._replaced
+            kept.add((worker, replace.iteration, replace.chunk))
         return outcome.refused
 
-    def lacks(self, worker: int, iteration: int, edited: Iterable[int]) -> bool:
-        """True if some of the chunks that a worker has edited, of those held here, have not arrived yet."""
+    def lacks(self, worker: int, iteration: int, edited: Iterable[int], written: Iterable[int]) -> bool:
+        """True if some of the chunks whose mean a worker has edited, or into which it has written, of those
+        held here, have not arrived yet."""
+        awaited = [
+            *((chunk, self._replaced) for chunk in edited),
+            *((chunk, self._written) for chunk in written),
+        ]
         return any(
-            chunk in self.state.versions and (worker, iteration, chunk) not in self._replaced
-            for chunk in edited
+            chunk in self.state.versions and (worker, iteration, chunk) not in arrived
+            for chunk, arrived in awaited
         )
 
     # -- the log's actions --------------------------------------------------------------------------------
@@ -458,10 +467,16 @@ class Model:
             done(chunk)
 
     def _mean_of(self, action: CombineChunks, chunk: int) -> tuple[Tensor, bytes]:
-        parts, dtype = [], self.optimizer.dtype(chunk)
+        parts = []
         for weight, contribution in action.contributions:
             handle, present = contribution[chunk]
-            parts.append((weight, self._payloads.gradients(handle, dtype), present))
+            parts.append(
+                (
+                    weight,
+                    self._payloads.gradients(handle, self.optimizer.dtype(chunk), self.checks.extent(chunk)),
+                    present,
+                )
+            )
         if not action.losses:
             return weighted_mean(parts)
         gaps = [
@@ -472,22 +487,36 @@ class Model:
 
     def _step(self, action: StepChunks, before: Done, done: Done) -> None:
         assert self.mean is not None
-        mean, self.mean = self.mean, None
+        mean = self.mean
+        self.mean = mean if action.stays else None
         self._replaced.clear()
+        self._written.clear()
         self.iterations = action.iteration + 1
+        for chunk, (handle, _) in action.written.items():
+            if chunk not in self.awaited:
+                self._make_way(chunk, before)
+                values = self._payloads.gradients(
+                    handle, self.optimizer.dtype(chunk), self.checks.extent(chunk)
+                )
+                self.own.set_values(chunk, values)
         if not action.accepted:
             return
         self.optimizer.set_hyperparameters(action.hyperparameters)
         for chunk in self.chunks:
-            gradients, present = mean.chunks.pop(chunk)
+            if not self.own.trains(chunk, action.optimizer):
+                done(chunk)
+                continue
+            gradients, present = mean.chunks[chunk] if action.stays else mean.chunks.pop(chunk)
             if chunk in action.edited:
                 handle, present = action.edited[chunk]
-                gradients = self._payloads.gradients(handle, self.optimizer.dtype(chunk))
+                gradients = self._payloads.gradients(
+                    handle, self.optimizer.dtype(chunk), self.checks.extent(chunk)
+                )
             elif action.scale != 1:
                 gradients = (
                     gradients * action.scale
                 )  # not in place: the mean may still be on its way to a worker
-            if self.own.trains(chunk) and chunk not in self.awaited and any(present):
+            if chunk not in self.awaited and any(present):
                 self._make_way(chunk, before)
                 with _told_of(chunk):
                     self.own.step(chunk, gradients, present)
@@ -506,9 +535,11 @@ class Model:
         self.iterations = max(self.iterations, action.iteration + 1)
         self.optimizer.set_hyperparameters(action.hyperparameters)
         for chunk, (handle, present) in _in_order(action.chunks):
-            if self.own.trains(chunk) and chunk not in self.awaited:
+            if chunk not in self.awaited and self.own.trains(chunk, action.optimizer):
                 self._make_way(chunk, before)
-                gradients = self._payloads.gradients(handle, self.optimizer.dtype(chunk))
+                gradients = self._payloads.gradients(
+                    handle, self.optimizer.dtype(chunk), self.checks.extent(chunk)
+                )
                 with _told_of(chunk):
                     self.own.contribute(
                         chunk,
@@ -518,6 +549,7 @@ class Model:
                         opens=action.opens,
                         closes=action.closes,
                     )
+            if chunk not in self.awaited and self.own.trains(chunk):
                 self._goes_on(action, chunk)
             reach("shard.stepped", action.iteration)
             done(chunk)

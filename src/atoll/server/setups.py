@@ -87,7 +87,7 @@ class SetUps:
             held = f"{len(model.chunks)} chunks, {model.held_bytes} bytes"
             self._tell.decide(
                 "shard",
-                f"{held}, {setup.optimizer}, {setup.consistency}",
+                f"{held}, {' and '.join(each.name for each in setup.optimizers)}, {setup.consistency}",
                 f"worker {setter[0]} describes the model",
             )
 

@@ -33,6 +33,7 @@ from atoll.core.points import reach
 from atoll.tensors.shardoptimizer import ShardOptimizer
 from atoll.tensors.tensorfile import checksum_of, flush, read_tensors, write_tensors
 from atoll.tensors.wholechunk import OPEN, THEN, OpenRecord, WholeChunk
+from atoll.wire.messages import OptimizerKind
 
 _VALUES = "values"
 _FILE = "snapshot.json"
@@ -59,7 +60,7 @@ class Heading(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     run: str
     shard: int
     digest: str
-    optimizer: str
+    optimizers: list[OptimizerKind]
     hyperparameters: list[dict[str, Any]]
     sequence: int
     steps: int

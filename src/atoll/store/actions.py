@@ -71,6 +71,9 @@ class StepChunks:
         edited: chunks that replace the mean's, and are not scaled.
         accepted: False only drops the mean.
         nobody: True if all workers that had the mean were gone before one said how to step.
+        optimizer: the optimizer that steps, of the model's.
+        stays: True if the mean stays for steps of the model's other optimizers.
+        written: the values that chunks have before the step, also if it is not accepted.
     """
 
     iteration: int
@@ -79,6 +82,9 @@ class StepChunks:
     edited: GradientHandles
     accepted: bool
     nobody: bool = False
+    optimizer: int = 0
+    stays: bool = False
+    written: GradientHandles = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,7 @@ class ApplyChunks:
     hyperparameters: Hyperparameters
     staleness: float
     behind: int = 0
+    optimizer: int = 0
 
 
 @dataclass(frozen=True)

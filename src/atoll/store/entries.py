@@ -60,9 +60,12 @@ class StepWithMean(LogEntry, frozen=True, tag="step"):
     Attributes:
         scale: the factor of the mean.
         edited: chunks of which `editor`'s version replaces the mean's.
-        editor: the worker; -1 if no chunk is edited.
+        editor: the worker; -1 if no chunk is edited or written.
         accepted: False for no step.
         nobody: True if all workers that had the mean were gone before one said how to step.
+        optimizer: the optimizer that steps, of the model's.
+        stays: True if the mean stays for steps of the model's other optimizers.
+        written: chunks that have the values which `editor` has written, before the step.
     """
 
     iteration: Count
@@ -72,6 +75,9 @@ class StepWithMean(LogEntry, frozen=True, tag="step"):
     editor: int
     accepted: bool
     nobody: bool = False
+    optimizer: Count = 0
+    stays: bool = False
+    written: list[Count] = []
 
 
 class Apply(LogEntry, frozen=True):
@@ -86,6 +92,7 @@ class Apply(LogEntry, frozen=True):
         closes: True for the last one.
         staleness: in global iterations.
         behind: the worker's own iterations in flight, which the parameters that it computed with lacked.
+        optimizer: the optimizer that steps, of the model's; each has an open step of its own.
     """
 
     worker: Count
@@ -99,6 +106,7 @@ class Apply(LogEntry, frozen=True):
     staleness: float
     hyperparameters: Hyperparameters
     behind: Count = 0
+    optimizer: Count = 0
 
 
 class Fenced(LogEntry, frozen=True):

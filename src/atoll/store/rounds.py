@@ -31,8 +31,12 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
         idle: with `loose`, workers that wait in a meeting.
         passed: live workers that are left out until they join anew.
         combined: the workers of the mean, fenced ones included; empty before there is one.
+        stays: True if one of the model's optimizers has stepped the mean, and others may: a Step of this
+            iteration does so, and a commit begins the iteration as another one.
         said: the members' Step; a fenced member's counts too.
         follow: members that step as the others say.
+        fresh: workers that joined in this iteration. They lack what the others' scripts have written into
+            parameters since the step before.
         entering: workers that enter with the next iteration. They are fixed when this one is combined, so
             that all its members are told the same.
         told: the latest answer, which a worker that lost it is given again.
@@ -45,20 +49,33 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
     members: dict[int, Count] = {}
     commits: dict[int, messages.Commit] = {}
     combined: list[Count] = []
+    stays: bool = False
     said: dict[int, messages.Step] = {}
     follow: set[Count] = set()
+    fresh: set[Count] = set()
     entering: dict[int, Count] = {}
     told: messages.Committed | None = None
 
     def committed(self, _worker: int) -> int:
         """Return the number of iterations in the log; for every live worker it is the same."""
-        return self.iteration + bool(self.combined)
+        return self.iteration + (bool(self.combined) and not self.stays)
 
-    def commit(self, worker: int, commit: messages.Commit, draft: Draft, _these: Contributors) -> None:
+    def commit(self, worker: int, commit: messages.Commit, draft: Draft, these: Contributors) -> None:
         """Take a live worker's commit. `draft.refused` says why it may not commit."""
         if commit.iteration < self.committed(worker):
             draft.reply(worker, commit.incarnation, self._answer(commit.iteration))
-        elif commit.iteration != self.iteration or worker not in self.members:
+            return
+        if self.stays and commit.iteration == self.iteration and worker in self.members:
+            if self.said:
+                draft.refused = (
+                    f"worker {worker} commits iteration {commit.iteration}, and worker {min(self.said)} "
+                    "steps the mean before with one more optimizer: in synchronous training all workers step "
+                    "the same ones"
+                )
+                return
+            self._end_stay()
+            self._try_begin(draft, these)
+        if commit.iteration != self.iteration or worker not in self.members:
             draft.refused = (
                 f"worker {worker} commits iteration {commit.iteration}, while {self.iteration} is under way"
             )
@@ -67,6 +84,10 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
             stands = [each.stand for each in self.commits.values() if each.stand is not None]
             if not are_in_one_epoch(each.stand for each in stands):
                 draft.mismatch = line_of(stands)
+
+    def _end_stay(self) -> None:
+        """Begin the iteration as another one: no more of the model's optimizers step the mean."""
+        self.combined, self.stays, self.members = [], False, {}
 
     def _answer(self, iteration: int) -> messages.Committed:
         if self.told is not None and self.told.iteration == iteration:
@@ -90,7 +111,7 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
         if step.iteration != self.iteration or not self.said or step.follows:
             return  # a late duplicate, the first word, or a member that follows the others
         first = next(iter(self.said))
-        difference = _difference(self.said[first], step)
+        difference = _difference(self.said[first], step, writes=self._settled.issuperset((first, worker)))
         found = _unlike_settings(self.said[first], step)
         if found is not None and (found.key == GRADIENT_SCALE or not difference):
             if worker < first:
@@ -101,6 +122,11 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
                 f"worker {worker} and worker {first} would step iteration {step.iteration} differently: "
                 f"{difference}; in synchronous training all workers must say the same"
             )
+
+    @property
+    def _settled(self) -> set[int]:
+        """The members that have made the iteration before; if there is none, all members."""
+        return self.members.keys() - self.fresh or set(self.members)
 
     def leave(self, worker: int, incarnation: int, these: Contributors) -> None:
         """Leave out a worker that is fenced."""
@@ -136,6 +162,7 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
 
     def _join(self, worker: int, incarnation: int, draft: Draft) -> None:
         self.passed.discard(worker)
+        self.fresh.add(worker)
         draft.write(Joined(worker=worker, incarnation=incarnation, clock=self.iteration))
 
     def _pass_over_idle(self) -> None:
@@ -148,6 +175,8 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
 
     def advance(self, draft: Draft, these: Contributors) -> None:
         """Write everything that can be written now."""
+        if self.stays and not self.members:
+            self._end_stay()
         while (
             self._try_step(draft)
             if self.combined
@@ -245,7 +274,7 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
     def _try_step(self, draft: Draft) -> bool:
         if self._silent():
             return False
-        speakers = sorted(self.said)
+        speakers = sorted(self.said, key=lambda worker: (worker in self.fresh, worker))
         nothing = messages.Step(
             incarnation=0, iteration=self.iteration, scale=1.0, hyperparameters=[], accepted=False
         )
@@ -256,14 +285,20 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
                 scale=said.scale,
                 hyperparameters=said.hyperparameters,
                 edited=said.edited,
-                editor=speakers[0] if said.edited else -1,
+                editor=speakers[0] if said.edited or said.written else -1,
                 accepted=said.accepted,
                 nobody=not speakers,
+                optimizer=said.optimizer,
+                stays=said.stays,
+                written=said.written,
             )
         )
         self.iteration += 1
-        self.combined, self.said, self.members = [], {}, {}
+        self.stays, self.said = said.stays, {}
+        if not self.stays:
+            self.combined, self.members = [], {}
         self.follow.clear()
+        self.fresh.clear()
         return True
 
     def _silent(self) -> list[int]:
@@ -311,9 +346,12 @@ def _unlike_settings(first: messages.Step, second: messages.Step) -> Difference 
     return first_difference(first.hyperparameters, second.hyperparameters)
 
 
-def _difference(first: messages.Step, second: messages.Step) -> str:
-    """Return, in words, a difference between two steps besides hyperparameters; empty for none."""
-    for name in ("accepted", "scale"):
+def _difference(first: messages.Step, second: messages.Step, *, writes: bool) -> str:
+    """Return, in words, a difference between two steps besides hyperparameters; empty for none.
+
+    With `writes`, what the scripts have written into parameters is compared too.
+    """
+    for name in ("accepted", "scale", "optimizer", "stays"):
         one, other = getattr(first, name), getattr(second, name)
         if not _same(one, other):
             return f"{name} is {other} and {one}"
@@ -321,6 +359,11 @@ def _difference(first: messages.Step, second: messages.Step) -> str:
         return (
             "they have made different gradients of the same mean (clipping, other changes of p.grad, or "
             "GradScalers of different scales: call session.register(scaler=scaler))"
+        )
+    if writes and (first.writes, sorted(first.written)) != (second.writes, sorted(second.written)):
+        return (
+            "they have written different values into parameters, or one of them has written none: write "
+            "equal values on every worker, between the same two steps"
         )
     if sorted(first.edited) != sorted(second.edited):
         return f"edited chunks are {sorted(second.edited)} and {sorted(first.edited)}"

@@ -93,7 +93,10 @@ class ShardState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         staged: (worker, incarnation) -> iteration -> contribution.
         combined: the iteration whose mean is here and not yet stepped; -1 for none.
         mean_of: the workers of that mean.
+        stays: True if the mean has been stepped, and stays for other optimizers: they step it as iteration
+            `steps`.
         replaced: the chunks by which each of them would replace the mean's.
+        written: the chunks' values that each of them has written.
         losses: the losses of the latest `limit` contributions that count, by iteration and chunk.
     """
 
@@ -109,7 +112,9 @@ class ShardState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     staged: dict[Key, dict[int, StagedContribution]] = {}
     combined: int = -1
     mean_of: frozenset[Count] = frozenset()
+    stays: bool = False
     replaced: dict[int, GradientHandles] = {}
+    written: dict[int, GradientHandles] = {}
     losses: dict[Key, dict[int, dict[int, ChunkLoss]]] = {}
 
     @classmethod
@@ -192,13 +197,18 @@ class ShardState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             return PushOutcome(refused=f"this shard does not hold chunk {replace.chunk}")
         if replace.iteration < self.steps:
             return PushOutcome()
-        if replace.iteration != self.combined or worker not in self.mean_of:
+        if replace.iteration != self._may_step or worker not in self.mean_of:
             return PushOutcome(refused=f"worker {worker} has no mean of iteration {replace.iteration} here")
-        parts = self.replaced.setdefault(worker, {})
+        parts = (self.written if replace.values else self.replaced).setdefault(worker, {})
         if replace.chunk in parts:
             return PushOutcome()
         parts[replace.chunk] = (handle, replace.present)
         return PushOutcome(keep=True)
+
+    @property
+    def _may_step(self) -> int:
+        """The iteration that the mean here may be stepped as; -1 if there is none."""
+        return self.steps if self.stays else self.combined
 
     # -- what the log says --------------------------------------------------------------------------------
 
@@ -252,7 +262,7 @@ class ShardState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         members = [self._take(member.worker, member.incarnation, entry.iteration) for member in entry.members]
         taken = [(each.weight, found.parts) for each, found in zip(entry.members, members, strict=True)]
         losses = [found.losses for found in members] if any(found.losses for found in members) else []
-        self.combined = entry.iteration
+        self.combined, self.stays = entry.iteration, False
         self.mean_of = frozenset(member.worker for member in entry.members)
         weight = sum(each.weight if each.counted < 0 else each.counted for each in entry.members)
         samples = sum(member.samples for member in entry.members)
@@ -263,28 +273,43 @@ class ShardState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return [combine, *_release(*(parts for _, parts in taken))]
 
     def _step(self, entry: StepWithMean) -> list[Action]:
-        if entry.iteration != self.combined:
+        if entry.iteration != self._may_step:
             raise StoreError(f"the log steps iteration {entry.iteration}, of which no mean is here")
-        replaced = self.replaced.get(entry.editor, {})
-        edited: GradientHandles = {}
-        for chunk in entry.edited:
-            if chunk not in self.versions or not entry.accepted:
-                continue
-            if chunk not in replaced:
-                raise StoreError(f"worker {entry.editor} has not sent what it made of chunk {chunk}")
-            edited[chunk] = replaced[chunk]
-        if entry.accepted:
-            for chunk in self.versions:
-                self.versions[chunk] += 1
+        edited = self._sent(entry.editor, entry.edited if entry.accepted else [], self.replaced)
+        written = self._sent(entry.editor, entry.written, self.written)
+        for chunk in self.versions if entry.accepted else written:
+            self.versions[chunk] += 1
+        for worker in self.mean_of if self.stays else ():  # nobody has committed this iteration
+            if worker in self.members:
+                self.members[worker].clock = entry.iteration + 1
         actions: list[Action] = [
             StepChunks(
-                entry.iteration, entry.scale, entry.hyperparameters, edited, entry.accepted, entry.nobody
+                entry.iteration,
+                entry.scale,
+                entry.hyperparameters,
+                edited,
+                entry.accepted,
+                entry.nobody,
+                entry.optimizer,
+                entry.stays,
+                written,
             )
         ]
-        actions += _release(*self.replaced.values())
-        self.steps, self.combined, self.mean_of = entry.iteration + 1, -1, frozenset()
-        self.replaced = {}
+        actions += _release(*self.replaced.values(), *self.written.values())
+        self.steps, self.combined, self.stays = entry.iteration + 1, -1, entry.stays
+        self.mean_of = self.mean_of if entry.stays else frozenset()
+        self.replaced, self.written = {}, {}
         return actions
+
+    def _sent(self, editor: int, chunks: list[int], by: dict[int, GradientHandles]) -> GradientHandles:
+        """Return what the editor has sent of those of the `chunks` that are here."""
+        sent: GradientHandles = {}
+        for chunk in chunks:
+            if chunk in self.versions and chunk not in by.get(editor, {}):
+                raise StoreError(f"worker {editor} has not sent what it made of chunk {chunk}")
+            if chunk in self.versions:
+                sent[chunk] = by[editor][chunk]
+        return sent
 
     def _apply(self, entry: Apply) -> list[Action]:
         parts = self._take(entry.worker, entry.incarnation, entry.iteration).parts
@@ -303,6 +328,7 @@ class ShardState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             hyperparameters=entry.hyperparameters,
             staleness=entry.staleness,
             behind=entry.behind,
+            optimizer=entry.optimizer,
         )
         return [apply, *_release(parts)]
 

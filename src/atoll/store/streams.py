@@ -42,6 +42,22 @@ class Stream(msgspec.Struct, forbid_unknown_fields=True):
     alike: float = 1.0
 
 
+class OpenStep(msgspec.Struct, forbid_unknown_fields=True):
+    """The open step of one optimizer.
+
+    Attributes:
+        contributions: the number of contributions in it; 0 if none is open.
+        weight: their weight, by samples.
+        alike: their weight, by workers.
+        settings: their mean hyperparameters.
+    """
+
+    contributions: Count = 0
+    weight: float = 0.0
+    alike: float = 0.0
+    settings: messages.Hyperparameters = []
+
+
 class Streams(msgspec.Struct, forbid_unknown_fields=True, tag="streams"):
     """The rule of SSP and ASP: apply each contribution as soon as it is committed and staged on all shards.
 
@@ -57,10 +73,7 @@ class Streams(msgspec.Struct, forbid_unknown_fields=True, tag="streams"):
         limit: commits that a worker may have in flight.
         scaled: what of a stale contribution is divided by its staleness: one of SCALED.
         applied: contributions in the log.
-        in_step: contributions in the open step; 0 if none is open.
-        step_weight: the weight of the open step, by samples.
-        step_alike: the weight of the open step, by workers.
-        step_settings: the mean hyperparameters of the open step.
+        open: the open step of each optimizer.
         settings: the hyperparameters of each live worker's latest contribution.
     """
 
@@ -69,10 +82,7 @@ class Streams(msgspec.Struct, forbid_unknown_fields=True, tag="streams"):
     scaled: str = "weight"
     streams: dict[int, Stream] = {}
     applied: Count = 0
-    in_step: Count = 0
-    step_weight: float = 0.0
-    step_alike: float = 0.0
-    step_settings: messages.Hyperparameters = []
+    open: dict[Count, OpenStep] = {}
     settings: dict[int, messages.Hyperparameters] = {}
 
     def committed(self, worker: int) -> int:
@@ -132,7 +142,8 @@ class Streams(msgspec.Struct, forbid_unknown_fields=True, tag="streams"):
         staleness = self._staleness(stream, commit.behind)
         stream.weight, stream.basis, stream.alike = commit.weight, commit.basis, commit.alike
         certain = are_certain(self.streams.values())
-        number, part, enough = self._add(commit, staleness, certain)
+        step = self.open.setdefault(commit.optimizer, OpenStep())
+        number, part, enough = self._add(step, commit, staleness, certain)
         draft.write(
             Apply(
                 worker=worker,
@@ -144,8 +155,9 @@ class Streams(msgspec.Struct, forbid_unknown_fields=True, tag="streams"):
                 opens=number == 1,
                 closes=enough,
                 staleness=staleness,
-                hyperparameters=self.step_settings,
+                hyperparameters=step.settings,
                 behind=commit.behind,
+                optimizer=commit.optimizer,
             )
         )
         draft.counted.append((worker, commit))
@@ -190,14 +202,16 @@ class Streams(msgspec.Struct, forbid_unknown_fields=True, tag="streams"):
             return max(float(behind), others - 1.0)
         return max(0.0, others / (len(self.streams) - 1) - 1.0)
 
-    def _add(self, commit: messages.Commit, staleness: float, certain: bool) -> tuple[int, float, bool]:
+    def _add(
+        self, step: OpenStep, commit: messages.Commit, staleness: float, certain: bool
+    ) -> tuple[int, float, bool]:
         """Add a contribution to the open step, or to a new one.
 
         Returns the contribution's number in the step, its share of the weight so far, and whether the step is
         complete. The share is by samples if all contributions are `certain`.
         """
-        if self.in_step >= len(self.streams):  # the workers that the step waited for are gone
-            self.in_step = 0
+        if step.contributions >= len(self.streams):  # the workers that the step waited for are gone
+            step.contributions = 0
         # A staleness up to 1 is chance, and all workers have contributions in flight: neither scales down.
         divisor = max(1.0, staleness - commit.behind)
         damped = divisor if self.scaled == "weight" else 1.0
@@ -205,16 +219,16 @@ class Streams(msgspec.Struct, forbid_unknown_fields=True, tag="streams"):
         settings = commit.hyperparameters
         if self.scaled == "rate":
             settings = [_slower(group, divisor) for group in settings]
-        if self.in_step == 0:
-            self.step_weight, self.step_alike, self.step_settings = 0.0, 0.0, settings
-        self.step_weight += weight
-        self.step_alike += alike
-        own, total = (weight, self.step_weight) if certain else (alike, self.step_alike)
+        if step.contributions == 0:
+            step.weight, step.alike, step.settings = 0.0, 0.0, settings
+        step.weight += weight
+        step.alike += alike
+        own, total = (weight, step.weight) if certain else (alike, step.alike)
         part = own / total if total > 0 else 0.0
-        self.step_settings = _moved(self.step_settings, settings, part)
-        number = self.in_step + 1
+        step.settings = _moved(step.settings, settings, part)
+        number = step.contributions + 1
         enough = number >= len(self.streams)
-        self.in_step = 0 if enough else number
+        step.contributions = 0 if enough else number
         return number, part, enough
 
     def waiting_for(self, these: Contributors) -> list[str]:

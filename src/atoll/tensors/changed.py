@@ -58,12 +58,21 @@ class Looks:
     """
 
     def __init__(self) -> None:
-        self._made = 0
+        self._made, self._always = 0, False
+
+    @property
+    def missed_some(self) -> bool:
+        """True if earlier looks did not compare values."""
+        return self._made > _FIRST_LOOKS and not self._always
 
     def compares(self) -> bool:
         """Count a look, and return whether it compares values."""
         self._made += 1
-        return self._made <= _FIRST_LOOKS or self._made % _THEN_EVERY == 0
+        return self._always or self._made <= _FIRST_LOOKS or self._made % _THEN_EVERY == 0
+
+    def compare_always(self) -> None:
+        """Compare in every look from now on: the script makes such writes."""
+        self._always = True
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

@@ -451,6 +451,7 @@ class RemoteOptimizer(ParameterOptimizer):
             then begins with an empty state.
         counts_skips: have a GradScaler leave division and skip to this optimizer even if it is not fused. A
             skipped step is then still made, as one that is not accepted, since other workers wait for it.
+        elsewhere: the parameters that are stepped there; None: all. Others are frozen, and keep their state.
     """
 
     changed = CHANGE_BEFORE
@@ -465,9 +466,10 @@ class RemoteOptimizer(ParameterOptimizer):
         home: str,
         keeps_state: bool = True,
         counts_skips: bool = False,
+        elsewhere: Collection[nn.Parameter] | None = None,
     ) -> None:
         super().__init__(optimizer, hooks)
-        self._keeps_state = keeps_state
+        self._keeps_state, self._elsewhere = keeps_state, elsewhere
         self._make, self._fetch, self._home = make, fetch, home
         self._take_scaling_back = leave_scaling_to(optimizer) if counts_skips else None
         self._accepted, self._is_loading, self._is_back = True, False, False
@@ -526,9 +528,15 @@ class RemoteOptimizer(ParameterOptimizer):
         if self._take_scaling_back is not None:
             self._take_scaling_back()
 
+    def _forget(self) -> None:
+        """Drop the state here of parameters that are stepped elsewhere."""
+        for parameter in list(self.optimizer.state):
+            if self._elsewhere is None or parameter in self._elsewhere:
+                del self.optimizer.state[parameter]
+
     def _show(self) -> None:
         self.restore()
-        self.optimizer.state.clear()
+        self._forget()
         for parameter, state in self._fetch().items():
             self.optimizer.state[parameter] = state
 
@@ -560,7 +568,7 @@ class RemoteOptimizer(ParameterOptimizer):
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.restore()
-        self.optimizer.state.clear()  # a state that state_dict has fetched is out of date
+        self._forget()  # a state that state_dict has fetched is out of date
         self._make(self._accepted)
         super()._after(optimizer, args, kwargs)
 

@@ -29,6 +29,7 @@ from atoll.tensors.optimizer import ChunkOptimizer, SavedState, StepHooks
 from atoll.tensors.packing import PACKED, pack, unpack
 from atoll.tensors.stephooks import AroundStep
 from atoll.tensors.stepunit import tensor_bytes
+from atoll.wire.messages import OptimizerKind
 
 Settings: TypeAlias = dict[str, Any]  # a param group without its parameters
 SlotValues: TypeAlias = list[dict[str, Any]]  # for each slot, its states that are one number
@@ -195,9 +196,9 @@ class _HeldChunk:
     def __init__(
         self,
         chunk: Chunk,
-        class_: type[torch.optim.Optimizer],
-        settings: Settings | None,
-        specs: Sequence[ParameterSpec] | None,
+        class_: type[torch.optim.Optimizer] = torch.optim.Optimizer,
+        settings: Settings | None = None,
+        specs: Sequence[ParameterSpec] | None = None,
     ) -> None:
         dtype = getattr(torch, chunk.dtype)
         self.chunk = chunk
@@ -301,10 +302,9 @@ class _HeldChunk:
 class ShardOptimizer:
     """The chunks with ids `held` of a layout, and their optimizers, at one shard or node.
 
+    `optimizers` are those of the model: each steps the param groups that follow those of the one before.
     `hyperparameters` are the param groups, in order, in the form of wire.messages.plain_hyperparameters. All
     tensors given and returned are flat, of a chunk's extent and on the CPU.
-
-    With `by_tensor`, it steps whole tensors.
 
     With `fused`, a param group that leaves the implementation to torch (fused=None) uses torch's fused kernel
     if there is one. The kernel is faster, and in single precision rounds differently from the loop that torch
@@ -316,16 +316,22 @@ class ShardOptimizer:
         self,
         layout: ChunkMap,
         held: Sequence[int],
-        optimizer: str,
+        optimizers: Sequence[OptimizerKind],
         hyperparameters: Sequence[Mapping[str, Any]],
         *,
         configured: str = "",
         fused: bool = False,
-        by_tensor: bool = False,
     ) -> None:
         self.layout, self._fused = layout, fused
-        self._class = optimizer_class(optimizer, configured)
-        self._groups = [self._settings(group) for group in hyperparameters]
+        groups = sum(each.groups for each in optimizers)
+        if groups != len(hyperparameters):
+            raise UserError(
+                f"hyperparameters of {len(hyperparameters)} param groups, and optimizers of {groups}"
+            )
+        classes = [optimizer_class(each.name, configured) for each in optimizers]
+        self._optimizer_of = [number for number, each in enumerate(optimizers) for _ in range(each.groups)]
+        self._classes = [classes[number] for number in self._optimizer_of]
+        self._groups = self._torch_settings(hyperparameters)
         self._given = [dict(group) for group in hyperparameters]
         self.origins: Origins | None = None  # for delay compensation
         self._group_of: dict[int, int] = {}
@@ -334,19 +340,18 @@ class ShardOptimizer:
         for id_ in held:
             chunk = layout.chunks[id_]
             group = self._group_index(chunk)
-            settings = None if group is None else self._groups[group]
-            specs = layout.specs if by_tensor else None
-            item = self._chunks[id_] = _HeldChunk(chunk, self._class, settings, specs)
             if group is None:
+                self._chunks[id_] = _HeldChunk(chunk)
                 continue
+            by_tensor, class_ = optimizers[self._optimizer_of[group]].by_tensor, self._classes[group]
+            specs = layout.specs if by_tensor else None
+            item = self._chunks[id_] = _HeldChunk(chunk, class_, self._groups[group], specs)
             self._group_of[id_] = group
             if by_tensor:
                 item.begin(_Kind(set(), {PACKED: torch.uint8}, by_tensor=True))
                 continue
             if (group, chunk.dtype) not in kinds:
-                kinds[group, chunk.dtype] = _probe(
-                    self._class, item.optimizer, self._groups[group], chunk.dtype
-                )
+                kinds[group, chunk.dtype] = _probe(class_, item.optimizer, self._groups[group], chunk.dtype)
             item.begin(kinds[group, chunk.dtype])
 
     @property
@@ -365,9 +370,10 @@ class ShardOptimizer:
     def dtype(self, chunk: int) -> torch.dtype:
         return self._chunks[chunk].flat.dtype
 
-    def trains(self, chunk: int) -> bool:
-        """True if the optimizer steps the chunk."""
-        return chunk in self._group_of
+    def trains(self, chunk: int, optimizer: int | None = None) -> bool:
+        """True if this one of the optimizers steps the chunk; None: if any does."""
+        group = self._group_of.get(chunk)
+        return group is not None and optimizer in (None, self._optimizer_of[group])
 
     def step(
         self,
@@ -398,7 +404,7 @@ class ShardOptimizer:
     def settings(self, hyperparameters: Sequence[Mapping[str, Any]]) -> list[Settings]:
         """Return hyperparameters in the form that `step_by` takes; raises UserError if they do not fit."""
         self.check_hyperparameters(hyperparameters)
-        return [self._settings(group) for group in hyperparameters]
+        return self._torch_settings(hyperparameters)
 
     @contextlib.contextmanager
     def undone(self, chunk: int, scratch: Scratch) -> Iterator[None]:
@@ -456,7 +462,7 @@ class ShardOptimizer:
         self.check_hyperparameters(hyperparameters)
         for index, group in enumerate(hyperparameters):
             if group != self._given[index]:
-                self._groups[index] = self._settings(group)
+                self._groups[index] = self._settings(group, self._classes[index])
                 self._given[index] = dict(group)
 
     def check_hyperparameters(self, hyperparameters: Sequence[Mapping[str, Any]]) -> None:
@@ -468,7 +474,7 @@ class ShardOptimizer:
             )
         for index, group in enumerate(hyperparameters):
             if group != self._given[index]:
-                _check_alike(self._settings(group), self._groups[index])
+                _check_alike(self._settings(group, self._classes[index]), self._groups[index])
 
     @property
     def hyperparameters(self) -> list[dict[str, Any]]:
@@ -531,7 +537,8 @@ class ShardOptimizer:
         if kind is not None and kind.by_tensor and key == PACKED:
             return torch.uint8
         if kind is None or key not in kind.elementwise:
-            raise UserError(f"{self._class.__name__} keeps no state called {key!r} for each element")
+            name = type(self._chunks[chunk].optimizer).__name__ if kind is not None else "the optimizer"
+            raise UserError(f"{name} keeps no state called {key!r} for each element")
         return kind.dtypes[key]
 
     def state(self, chunk: int) -> tuple[dict[str, Tensor], SlotValues]:
@@ -663,14 +670,18 @@ class ShardOptimizer:
             )
         return int(group.settings)
 
-    def _settings(self, group: Mapping[str, Any]) -> Settings:
+    def _torch_settings(self, hyperparameters: Sequence[Mapping[str, Any]]) -> list[Settings]:
+        groups = zip(hyperparameters, self._classes, strict=True)
+        return [self._settings(group, class_) for group, class_ in groups]
+
+    def _settings(self, group: Mapping[str, Any], class_: type[torch.optim.Optimizer]) -> Settings:
         """Return a received param group in torch's form, for a CPU."""
         settings = {key: _torch_value(key, value) for key, value in group.items() if key != "params"}
         for key in ("capturable", "differentiable"):  # concern graphs on the worker's device alone
             if settings.get(key):
                 settings[key] = False
         if "fused" in settings:
-            has = self._class.__name__ in _FUSED
+            has = class_.__name__ in _FUSED
             left_to_torch = settings["fused"] is None and not settings.get("foreach")
             if settings["fused"] and not has:
                 settings["fused"] = None

@@ -19,24 +19,34 @@ Speeds: TypeAlias = Annotated[
 ]
 
 
+class OptimizerKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One of a model's optimizers: the full name of its class, and the number of its param groups.
+
+    `by_tensor`: it steps whole tensors, of the shapes that the layout has.
+    """
+
+    name: Text
+    groups: Count
+    by_tensor: bool = False
+
+
 class Setup(Message, frozen=True):
     """The first worker describes the model to train, once for each shard. The values of the chunks follow as
     SetChunk.
 
-    `layout` is a chunks.ChunkMap as MessagePack, `chunks` the ids that this shard holds, `optimizer` the
-    class's full name. `digest` names layout and optimizer: a worker with another digest is refused. At a site
-    every worker sends a Setup, and `first` is the worker that brings the values, of this site or another.
-    `number` counts this worker's set-ups, from 1: messages sent again belong to that set-up (0: to the next).
-    `consumed` counts the samples of all workers that are in the values. `finite`: workers look for NaN and
-    infinity before they push (`sync.nonfinite` is not "allow"), so that the shard refuses them. `codec`: how
-    the payloads of Push are written (`sync.codec`). `by_tensor`: the optimizer steps whole tensors, of the
-    shapes that the layout has.
+    `layout` is a chunks.ChunkMap as MessagePack, `chunks` the ids that this shard holds, `optimizers` those
+    of the param groups, in their order. `digest` names layout and optimizers: a worker with another digest is
+    refused. At a site every worker sends a Setup, and `first` is the worker that brings the values, of this
+    site or another. `number` counts this worker's set-ups, from 1: messages sent again belong to that set-up
+    (0: to the next). `consumed` counts the samples of all workers that are in the values. `finite`: workers
+    look for NaN and infinity before they push (`sync.nonfinite` is not "allow"), so that the shard refuses
+    them. `codec`: how the payloads of Push are written (`sync.codec`).
     """
 
     digest: Name
     layout: msgspec.Raw
     chunks: list[Count]
-    optimizer: Text
+    optimizers: Annotated[list[OptimizerKind], Meta(max_length=4096)]
     hyperparameters: Hyperparameters
     consistency: Name  # "bsp", "ssp", "asp"
     slack: Count
@@ -51,7 +61,6 @@ class Setup(Message, frozen=True):
     consumed: Weight = 0.0
     finite: bool = False
     codec: Name = PLAIN_CODEC
-    by_tensor: bool = False
 
 
 class SetChunk(Message, frozen=True):
@@ -120,6 +129,7 @@ class Commit(Message, frozen=True):
     members: Annotated[list[Count], Meta(max_length=4096)] = []  # of a group: whose gradients it has
     more: bool = False  # BSP: the contributor has a further batch of its own data in this epoch
     speeds: Speeds = {}  # BSP, with `sync.shares` auto: reports of the workers whose gradients it has
+    optimizer: Count = 0  # asynchronous modes: the model's optimizer that steps, by its place in Setup
 
 
 class Committed(Message, frozen=True):
@@ -154,6 +164,9 @@ class Step(Message, frozen=True):
 
     `edited` are chunks whose gradients the script changed otherwise; the live member of the lowest rank has
     sent them as Replace before. `unscaled` is the factor by which a GradScaler has divided the gradients.
+
+    `optimizer` steps alone, by its place in Setup. `stays`: others of the model's optimizers may follow, with
+    the same mean: their Steps are of the next iterations, which nobody commits.
     """
 
     incarnation: Count
@@ -166,15 +179,21 @@ class Step(Message, frozen=True):
     follows: bool = False  # from a site whose workers are gone: whatever the others say
     stand: WorkerStand | None = None  # of a worker that waits for the step; None: it goes on computing
     unscaled: float = 1.0
+    optimizer: Count = 0
+    stays: bool = False
+    written: list[Count] = []  # chunks whose values the script has changed: they come as Replace before
+    writes: Name = ""  # a digest of these values: equal from all
 
 
 class Replace(Message, frozen=True):
-    """BSP: the payload is the gradient that the script made of a chunk's mean."""
+    """BSP: the payload is the gradient that the script made of a chunk's mean; with `values`, the values that
+    it has written into the chunk's parameters."""
 
     incarnation: Count
     iteration: Count
     chunk: Count
     present: bytes
+    values: bool = False
 
 
 class PullMean(Message, frozen=True):

@@ -61,13 +61,18 @@ class Collectives:
             self._strategy.refresh()
             self.unify(name)
 
-    def before_saving(self) -> None:
-        """Bring the state that a checkpoint holds to this worker, inside `session.save`."""
-        name = "session.save"
-        if not self._strategy.collective:  # once all workers are here, no step changes anything
+    def refresh(self, name: str) -> None:
+        """Wait for all workers inside the call `name`, and take the newest parameters: nobody steps any
+        more."""
+        if not self._strategy.collective:
             self.settle()
             self._workers.barrier(name)
             self._strategy.refresh()
+
+    def before_saving(self) -> None:
+        """Bring the state that a checkpoint holds to this worker, inside `session.save`."""
+        name = "session.save"
+        self.refresh(name)
         self.confirm(name)
         self.unify(name, registered=True)
 

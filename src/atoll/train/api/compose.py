@@ -159,29 +159,42 @@ class Runtime:
         return choices_in(self.cell(config, memory), config, known, given)
 
     def unit(
-        self, config: Config, given: Memory | None, optimizer: torch.optim.Optimizer, asked: str | None
+        self,
+        config: Config,
+        given: Memory | None,
+        optimizer: torch.optim.Optimizer,
+        asked: str | None,
+        *,
+        again: bool,
     ) -> Unit:
         """Return the unit in which `optimizer` steps, under the budgets `given`.
 
-        `asked` is the script's own word. Raises UserError where the table of needs refuses the optimizer.
+        `asked` is the script's own word. `again`: its model was prepared before. Raises UserError where the
+        table of needs refuses the optimizer.
         """
         unit = unit_of(optimizer, asked, self.device)
-        check("prepare", self.choices(config, given, **unit.facts))
+        check("prepare", self.choices(config, given, again=again, **unit.facts))
         if unit.by_tensor:
-            self.check_sparse(config, given, optimizer, sparse=False)
+            self.check_sparse(config, given, optimizer, again=again, sparse=False)
         return unit
 
     def check_sparse(
-        self, config: Config, given: Memory | None, optimizer: torch.optim.Optimizer, *, sparse: bool = True
+        self,
+        config: Config,
+        given: Memory | None,
+        optimizer: torch.optim.Optimizer,
+        *,
+        again: bool,
+        sparse: bool = True,
     ) -> None:
         """Raise PrepareError if the steps are made elsewhere, and dense gradients cannot take the place of
         sparse ones there.
 
-        `sparse`: the model has sparse gradients. Else the question is only whether the optimizer takes dense
-        ones.
+        `again`: its model was prepared before. `sparse`: the model has sparse gradients. Else the question is
+        only whether the optimizer takes dense ones.
         Raises the optimizer's own error if it takes no sparse gradient.
         """
-        known = {"optimizer": type(optimizer).__name__}
+        known = {"optimizer": type(optimizer).__name__, "again": again}
         if refusal("prepare", self.choices(config, given, sparse="untried", **known)) is not None:
             why = why_not_dense(optimizer, sparse=sparse)
             if why:

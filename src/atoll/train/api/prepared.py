@@ -22,6 +22,7 @@ from atoll.memory.sharded import Sharded
 from atoll.tensors.binding import BoundChunk, check_bindable, specs_of
 from atoll.tensors.clipping import check_max_norm
 from atoll.tensors.optimizer import PREPARE_AGAIN
+from atoll.tensors.shardoptimizer import own_path
 from atoll.tensors.stepunit import Unit
 from atoll.tensors.torch_compat import (
     backward_under_way,
@@ -49,7 +50,7 @@ from atoll.train.gradients.clipping import GradientNorm
 from atoll.train.gradients.forwards import BesideCompiled, ForwardHooks
 from atoll.train.gradients.memory import Tiers
 from atoll.train.gradients.othersteps import OtherSteps
-from atoll.train.gradients.reducer import Calls, Clipping, Shares
+from atoll.train.gradients.reducer import Calls, Clipping, Reducer, Shares, continue_from
 from atoll.train.gradients.samples import ContributionWeight, SampleCount, SeenSamples
 from atoll.train.gradients.syncnorm import SyncNorms
 from atoll.train.gradients.watch import GradientWatch
@@ -123,7 +124,8 @@ class Prepared:
 
     If `tiers` gives a strategy, the model's chunks lie in tiers and that strategy replaces `strategy`.
     Otherwise the model trains as without tiers. `backward` is the session's. `number` is the model's in the
-    session, and `may_change` is True if it may be prepared again after it has changed.
+    session, and `may_change` is True if it may be prepared again after it has changed. `former` is the model
+    as it was prepared before, at whose iteration this one goes on.
     """
 
     def __init__(
@@ -148,6 +150,7 @@ class Prepared:
         joint_norms: bool,
         step: str | None,
         may_change: bool = False,
+        former: Prepared | None = None,
     ) -> None:
         self.config, self._workers, self.origin = config, workers, origin
         self._backward, self._batches, self._steps, self._tells = backward, batches, steps, tells
@@ -165,6 +168,7 @@ class Prepared:
         self._reached_in = self._came_in = -1
         self._closed = self._ready = False
         self._sync_norms: SyncNorms | None = None
+        self._stepped: set[int] = set()  # the optimizers that have stepped since all had
         _refuse_wrapped(self.module)
         sparse = _first_sparse(self.module)
         if sparse and tiers is not None:
@@ -179,6 +183,7 @@ class Prepared:
         if strategy.brings_parameters:  # before workers meet, so that all raise the error
             for optimizer in optimizers:
                 sent_groups(optimizer)
+                own_path(type(optimizer), config.run.strategy)
         specs = specs_of(self.parameters, settings)
         described = describe(
             specs,
@@ -219,6 +224,7 @@ class Prepared:
             StepSet(self, each, unit, _watch(each, trained) if len(optimizers) > 1 else None)
             for each, unit in zip(optimizers, units, strict=True)
         ]
+        self.reducer: Reducer
         self.reducer, self.stepper = strategy.build(
             Training(
                 number=number,
@@ -243,8 +249,13 @@ class Prepared:
                     more=more,
                 ),
                 config=config,
+                former=None if former is None else former.reducer,
             )
         )
+        if former is not None:
+            self.samples.unknown = former.samples.unknown
+            if not strategy.brings_parameters:  # otherwise their place says where this worker goes on
+                continue_from(former.reducer, self.reducer)
         # After the step hooks were made, so that the session's policy on gradients runs first.
         lies.fit(model, optimizers[0], BatchEpochs(batches.epoch, epochs_mixed))
         self._ready = True
@@ -328,14 +339,10 @@ class Prepared:
                 "session.prepare was called again between a backward and optimizer.step(); call it after the "
                 "step, on every worker"
             )
+        if self.steps_elsewhere:
+            self.stepper.give_back()
         self.close()
         self._backward.remove(self.reducer)
-
-    def go_on(self, former: Prepared) -> None:
-        """Go on at the iteration of the model as it was prepared before."""
-        self.reducer.load_state_dict(former.reducer.state_dict())
-        self.reducer.consumed = former.reducer.consumed
-        self.samples.unknown = former.samples.unknown
 
     def close(self) -> None:
         """Take the hooks off the model; its parameters and gradients stay where they are.
@@ -387,7 +394,7 @@ class Prepared:
         """
         check_max_norm(max_norm, norm_type)
         if any(map(self._follows, self.sets)):
-            self.reducer.sum.before_step(follows=True)
+            self.reducer.before_step(follows=True)
         else:
             self.reducer.before_step()
         norm = self.reducer.clip(
@@ -491,8 +498,8 @@ class Prepared:
     def _note_zeros(self, parameters: Iterable[nn.Parameter]) -> None:
         if self._ready:
             self.reducer.note_zeros(parameters)
-            for each in self.sets:
-                each.note_zeros(parameters)
+            zeroed = (place for place, each in enumerate(self.sets) if each.note_zeros(parameters))
+            self.reducer.passes.update(zeroed)
 
     def before_step(self, of: StepSet) -> None:
         """Check the model, and have its gradients reduced, before an optimizer steps."""
@@ -520,7 +527,8 @@ class Prepared:
             self._steps.begins(of, self.reducer.consumed)
         of.follows = self._follows(of)
         if of.follows:
-            self.reducer.sum.before_step(follows=True)
+            self.reducer.passes.discard(self.sets.index(of))
+            self.reducer.before_step(follows=True)
         else:
             self.reducer.before_step()
 
@@ -577,8 +585,13 @@ class Prepared:
         self.norm.forget()
         if not of.follows:
             self.reducer.after_step()
-        if not any(each.waits for each in self.sets):
-            self.reducer.sum.all_stepped()
+        self._stepped.add(self.sets.index(of))
+        waiting = {place for place, each in enumerate(self.sets) if each.waits}
+        ends = len(self._stepped) == len(self.sets)
+        if not waiting or ends:
+            self._stepped.clear()
+            if waiting <= self.reducer.passes:
+                self.reducer.sum.all_stepped()
         self._steps.stepped(self, of)
         if not of.follows:
             self.samples.reset()

@@ -223,6 +223,7 @@ class Session:
         with self._collectives.call("session.prepare"):
             tiers = runtime.tiers(self.config, memory, again=former is not None, **facts)
             if former is not None:
+                self._collectives.refresh("session.prepare")
                 former.leave()
             if average is not None:
                 average.begin(optimizers)
@@ -240,15 +241,14 @@ class Session:
                 batches=self._batches if number == 0 else OtherBatches(self._passes),
                 steps=self._steps,
                 tells=self._records,
-                unit_of=partial(runtime.unit, self.config, memory),
-                check_sparse=partial(runtime.check_sparse, self.config, memory),
+                unit_of=partial(runtime.unit, self.config, memory, again=former is not None),
+                check_sparse=partial(runtime.check_sparse, self.config, memory, again=former is not None),
                 more=self._more,
                 joint_norms=runtime.others == "local" and runtime.member is None,
                 step=step,
                 may_change=may_change,
+                former=former,
             )
-        if former is not None:
-            prepared.go_on(former)
         self._models.put(prepared, former)
         self._schedules.watch(prepared)
         if runtime.member is not None:

@@ -65,6 +65,7 @@ class StepSet:
     ) -> None:
         self._model, self.optimizer, self.unit, self._watch = model, optimizer, unit, watch
         self.hooks = StepHooks(self._before, self._accept, self._after, model.mean_loss)
+        self._parameters = {each for group in optimizer.param_groups for each in group["params"]}
         self.own_samples = 0.0
         self.waits = self.follows = False
 
@@ -80,10 +81,12 @@ class StepSet:
             self.waits = True
             self._watch.reduced()
 
-    def note_zeros(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Note a `zero_grad` of `parameters` by the script."""
-        if self.waits and self._watch is not None:
-            self._watch.note_zeros(parameters)
+    def note_zeros(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Note a `zero_grad` of `parameters` by the script; return True if such gradients waited."""
+        if not self.waits or self._watch is None or self._parameters.isdisjoint(parameters):
+            return False
+        self._watch.note_zeros(parameters)
+        return True
 
     @property
     def has_gradients_left(self) -> bool:

@@ -144,6 +144,8 @@ class Reducer:
         steps: the number of steps made, which is the number of the iteration under way.
         bytes_sent: the bytes of gradients that this worker has sent.
         consumed: the samples of all workers in the run so far, as far as this worker knows.
+        passes: the optimizers, by their places, that the script passes over: it has zeroed gradients that
+            waited for them, as a GAN's loop does.
     """
 
     exchange_seconds = 0.0
@@ -173,6 +175,7 @@ class Reducer:
         self.steps = 0
         self.bytes_sent = 0
         self.consumed = 0.0
+        self.passes: set[int] = set()
         self.sum = make_sum(self, chunks)
 
     def ready(self) -> None:
@@ -257,15 +260,18 @@ class Reducer:
     def settle(self) -> None:
         """Wait until the gradients that this worker has sent by itself count."""
 
-    def before_step(self) -> None:
-        """Reduce gradients that no backward has reduced: all came under no_sync, or this worker has none."""
+    def before_step(self, follows: bool = False) -> None:
+        """Reduce gradients that no backward has reduced: all came under no_sync, or this worker has none.
+
+        `follows`: the script steps or clips gradients that another of the model's optimizers has stepped.
+        """
         if self.reduced and not self.unsent and self.watch.is_left_out():
             self.drop_kept()
             self.reduced = False
-        if self.unsent or not self.reduced:
+        if not follows and (self.unsent or not self.reduced):
             self.watch.look_for_edits()
             self._calls.reduce(self)
-        self.sum.before_step()
+        self.sum.before_step(follows)
 
     def note_zeros(self, parameters: Iterable[nn.Parameter]) -> None:
         """Note a `zero_grad` of `parameters` by the script."""
@@ -294,16 +300,19 @@ class Reducer:
     def member_state(self) -> dict[str, Any]:
         """Return the state with which a worker that enters between two iterations does the next one as the
         others do."""
-        return {**self.state_dict(), **self.sum.member_state()}
+        return {**self.state_dict(), **self.sum.member_state(), "passes": sorted(self.passes)}
 
     def check_member_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError or KeyError if `load_member_state` could not take `state`."""
         check_steps(state)
+        if not all(type(each) is int for each in state["passes"]):
+            raise ValueError(f"optimizers that are passed over: {state['passes']!r}")
         self.sum.check_member_state(state)
 
     def load_member_state(self, state: Mapping[str, Any]) -> None:
         """Take another member's `member_state`."""
         self.load_state_dict(state)
+        self.passes = set(state["passes"])
         self.sum.load_member_state(state)
 
     def own_nonfinite(self) -> list[str]:
@@ -337,6 +346,12 @@ class Reducer:
         `what` names the moment, for messages.
         """
         self.sum.confirm(what)
+
+
+def continue_from(former: Reducer, reducer: Reducer) -> None:
+    """Let a model's reducer go on at the iteration of the model as it was prepared before."""
+    reducer.load_state_dict(former.state_dict())
+    reducer.consumed = former.consumed
 
 
 def check_steps(state: Mapping[str, Any]) -> None:

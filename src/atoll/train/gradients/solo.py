@@ -44,8 +44,8 @@ class SoloReducer(Reducer):
         self.consumed += own.samples
         self._calls.committed(own, own.samples)
 
-    def before_step(self) -> None:
-        if self.unsent or not self.reduced:
+    def before_step(self, follows: bool = False) -> None:
+        if not follows and (self.unsent or not self.reduced):
             self.reduce()
 
     def after_step(self) -> None:

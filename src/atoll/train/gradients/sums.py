@@ -157,7 +157,8 @@ class GroupSum:
         """Note that step number `step` is made."""
 
     def all_stepped(self) -> None:
-        """Note that each of the model's optimizers has stepped since the latest reduction."""
+        """Note that no optimizer is left to step the latest reduction's gradients, and that the script's loop
+        may begin anew."""
 
     def confirm(self, what: str) -> None:
         """Raise UserError if members treated the mean of an iteration differently so far. A collective of the

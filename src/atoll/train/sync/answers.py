@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -265,6 +265,7 @@ class NewParameters(Answers):
         *,
         of_group: bool = False,
         keeps_graphs: bool = False,
+        takes_changes: bool = False,
         lost: Callable[[int, int, LostBlocks | None], None] = lambda *_: None,
         consumed: Callable[[float], None] = lambda _: None,
     ) -> None:
@@ -277,13 +278,15 @@ class NewParameters(Answers):
             of_group: True if other members take the answers too, in memory of their own.
             keeps_graphs: True to leave a parameter without a gradient alone in the script's own step, until
                 `show_rest`: a graph may be alive that has saved its value.
+            takes_changes: True if the shards are told of the script's own writes to parameters.
             lost: called for each answer with the iteration of the contribution, the chunk, and the lost part
                 of the contribution.
             consumed: called with the number of samples of all workers that an answer has counted.
         """
         super().__init__(chunks, connection, "parameters", self._pull_of, store.window)
         self._store, self._of_group, self._told_lost, self._told_consumed = store, of_group, lost, consumed
-        self._keeps_graphs = keeps_graphs
+        self._keeps_graphs, self.takes_changes = keeps_graphs, takes_changes
+        self._of: Collection[int] | None = None  # the chunks that the script's own step is of; None: all
         self._publishing = False  # True while the script waits for the parameters
         self._begun = False  # True while some values are written, and not all
         self._drops = False  # True while answers equal the present parameters
@@ -384,6 +387,8 @@ class NewParameters(Answers):
         if not self._begun:
             self._begin_values()
         present = self._store.present(bound) if self._keeps_graphs and self.steps else None
+        if present is not None and self._of is not None and bound.chunk.id not in self._of:
+            present = [False] * len(present)
         self._store.write_values(bound, values, present)
 
     def show_rest(self) -> None:
@@ -428,13 +433,14 @@ class NewParameters(Answers):
             self._drops = False
 
     @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Return a context in which published parameters follow from the script's own step."""
-        self.steps = True
+    def stepping(self, of: Collection[int] | None) -> Iterator[None]:
+        """Return a context in which published parameters follow from the script's own step of the chunks
+        `of`; None: of all."""
+        self.steps, self._of = True, of
         try:
             yield
         finally:
-            self.steps = False
+            self.steps, self._of = False, None
 
     def _begin_values(self) -> None:
         self.check_unchanged()
@@ -448,8 +454,8 @@ class NewParameters(Answers):
     # -- changes by the script ------------------------------------------------------------------------------
 
     def check_unchanged(self) -> None:
-        """Raise UserError if the script has written to a parameter: the shards would not know."""
-        name = self._store.changed()
+        """Raise UserError if the script has written to a parameter and the shards would not know."""
+        name = "" if self.takes_changes else self._store.changed()
         if name:
             self._asked = None  # the script's change is not overwritten
             raise UserError(
@@ -457,6 +463,10 @@ class NewParameters(Answers):
                 "'server' parameters live at the shards: change it before session.prepare, or save and "
                 "session.load it"
             )
+
+    def take_changes(self) -> dict[int, Tensor]:
+        """Return the chunks to which the script has written, for the shards, and forget that it has."""
+        return self._store.take_changes() if self.takes_changes else {}
 
     def forget_changes(self) -> None:
         """Forget the script's changes so far: the shards know them too."""

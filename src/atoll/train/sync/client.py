@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from atoll.core.scriptline import waiting_line
@@ -50,7 +51,8 @@ class Outgoing:
         used: the data that the iteration used up.
         able: the names of the members that have all of the contribution.
         speeds: reports on the speed of the workers whose gradients it has.
-        hyperparameters: the optimizer's.
+        hyperparameters: the optimizers'.
+        optimizer: the optimizer that steps, by its place among the model's; under bsp, a Step says it.
         behind: the number of the contributor's own exchanges that were in flight when it was computed.
         grouping: the hub's latest grouping that the group knows.
         waits: True if the script waits for the answer.
@@ -67,6 +69,7 @@ class Outgoing:
     able: list[int] = field(default_factory=list)
     speeds: Speeds = field(default_factory=dict)
     hyperparameters: Hyperparameters = field(default_factory=list)
+    optimizer: int = 0
     behind: int = 0
     grouping: int = 0
     waits: bool = True
@@ -107,16 +110,26 @@ class ServerClient:
         self.counted: Committed | None = None  # the log's answer to the latest contribution
         connection.shards.on(Committed, self._handle_committed)
 
-    def outgoing(self, iteration: int, own: ContributionWeight, turn: int | None, **more: Any) -> Outgoing:
+    def outgoing(
+        self,
+        iteration: int,
+        own: ContributionWeight,
+        turn: int | None,
+        of: Collection[int] | None = None,
+        **more: Any,
+    ) -> Outgoing:
         """Return a contribution of the gradients in the store; `turn` as in `Store.read`. One of weight 0 has
-        zeros."""
+        none.
+
+        `of` are the chunks whose gradients it has; None: all.
+        """
         flats, present = {}, {}
         for bound in self._chunks:
-            flat = self._store.read(bound, turn)
-            if isinstance(flat, Tensor) and own.weight <= 0:
-                flat = flat.new_zeros(flat.numel())
-            flats[bound.chunk.id] = flat
-            present[bound.chunk.id] = [here and own.weight > 0 for here in self._store.present(bound)]
+            counts = own.weight > 0 and (of is None or bound.chunk.id in of)
+            reads = counts or self._store.window is not None
+            nothing = torch.zeros(1, dtype=bound.dtype).expand(bound.chunk.extent)
+            flats[bound.chunk.id] = self._store.read(bound, turn) if reads else nothing
+            present[bound.chunk.id] = [here and counts for here in self._store.present(bound)]
         return Outgoing(iteration, own, flats, present, **more)
 
     # -- a contribution -----------------------------------------------------------------------------------
@@ -147,7 +160,7 @@ class ServerClient:
         until: Hashable = CONTRIBUTION,
     ) -> None:
         """Push a share of one chunk. Unless `pull` is False, the last push to a shard asks for the result
-        too.
+        too. A chunk without gradients goes without a payload.
 
         Args:
             iteration: the contributor's iteration.
@@ -178,6 +191,9 @@ class ServerClient:
             late=self._feedback.holds_back,
         )
         start, stop = run_of(bound.chunk.extent, *share)
+        if not any(present):
+            shards.send(shard, message, until=until)
+            return
         if not isinstance(flat, Tensor):
             shards.send(shard, message, Made(partial(flat, present, start, stop)), until)
             self._sent((stop - start) * bound.dtype.itemsize)
@@ -206,6 +222,7 @@ class ServerClient:
                 members=out.able,
                 more=out.more,
                 speeds=out.speeds,
+                optimizer=out.optimizer,
                 stand=self._stand(out.iteration) if out.waits else None,
             ),
             until=until,
@@ -251,6 +268,25 @@ class ServerClient:
                 shards.send(self._connection.shard_of[chunk_id], replace, payload, until=STEP)
         return edits.hexdigest() if edited else ""
 
+    def send_written(self, iteration: int, written: Mapping[int, Tensor], *, send: bool = True) -> str:
+        """Send the values, (extent,), that the script has written into these chunks; return their digest, as
+        `send_edited` does."""
+        shards, writes = self._connection.shards, hashlib.blake2b(digest_size=16)
+        slots = {bound.chunk.id: len(bound.parameters) for bound in self._chunks}
+        for chunk_id, values in written.items():
+            payload = bytes_of(values)
+            writes.update(payload)
+            if send:
+                replace = Replace(
+                    incarnation=shards.incarnation,
+                    iteration=iteration,
+                    chunk=chunk_id,
+                    present=bytes([1] * slots[chunk_id]),
+                    values=True,
+                )
+                shards.send(self._connection.shard_of[chunk_id], replace, payload, until=STEP)
+        return writes.hexdigest() if written else ""
+
     def say_step(
         self,
         iteration: int,
@@ -260,16 +296,24 @@ class ServerClient:
         edits: str,
         *,
         accepted: bool,
+        optimizer: int = 0,
+        stays: bool = False,
+        written: Sequence[int] = (),
+        writes: str = "",
     ) -> None:
         """Let the shards step with the mean times `scale`, or leave the step out if it is not `accepted`.
 
         Args:
             iteration: the iteration.
             scale: the factor for the shards' mean.
-            hyperparameters: the optimizer's.
+            hyperparameters: the optimizers'.
             edited: the chunks that the script has edited.
             edits: the digest that `send_edited` returned.
             accepted: False to leave the step out.
+            optimizer: the optimizer that steps, by its place among the model's.
+            stays: True if others of the model's optimizers may step the same mean.
+            written: the chunks whose values the script has written.
+            writes: the digest that `send_written` returned.
         """
         shards = self._connection.shards
         shards.send(
@@ -284,6 +328,10 @@ class ServerClient:
                 accepted=accepted,
                 stand=self._stand(iteration),
                 unscaled=self._calls.unscaled() if accepted else 1.0,
+                optimizer=optimizer,
+                stays=stays,
+                written=list(written),
+                writes=writes,
             ),
             until=STEP,
         )

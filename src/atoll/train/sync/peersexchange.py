@@ -251,9 +251,9 @@ class PeerExchange(Reducer):
         old."""
         self._weighed = ContributionWeight(0.0, own.samples) if self._stale else own
 
-    def before_step(self) -> None:
+    def before_step(self, follows: bool = False) -> None:
         self.parameters.check_unchanged()
-        super().before_step()
+        super().before_step(follows)
 
     def refuse(self) -> None:
         self._refused = self._stale_max == 0  # else other nodes may have used it already

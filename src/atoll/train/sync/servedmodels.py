@@ -11,6 +11,7 @@ class AtShards(Protocol):
     """One model at the shards (`train/sync/strategies.py`: ServedModel)."""
 
     exchange: Server
+    set_ups: int  # the number of set-ups so far
 
     def set_up(self) -> None: ...
 
@@ -26,8 +27,11 @@ class ServedModels:
     def __init__(self) -> None:
         self._models: list[AtShards] = []
 
-    def add(self, model: AtShards) -> None:
-        self._models.append(model)
+    def put(self, number: int, model: AtShards) -> None:
+        """Add a model, or put it in the place of the one that had its number before."""
+        if number < len(self._models):
+            model.set_ups = self._models[number].set_ups
+        self._models[number : number + 1] = [model]
 
     @property
     def exchange(self) -> Server:

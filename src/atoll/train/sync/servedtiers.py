@@ -64,7 +64,7 @@ class ServedInTiers:
             self._tiers.fit_now()
             return made[0]
 
-        exchange, stepper = self._served.build_model(training, make, self._tiers.held)
+        exchange, (stepper,) = self._served.build_model(training, make, self._tiers.held)
         stepper.takes_states(made[0].take_states)
         return exchange, stepper
 
@@ -93,9 +93,9 @@ class TieredModel(ServedModel):
         self._fetched.clear()
         super().fetch_parameters()
 
-    def make_step(self, accepted: bool) -> None:
+    def make_step(self, number: int, accepted: bool) -> None:
         self._fetched.clear()
-        super().make_step(accepted)
+        super().make_step(number, accepted)
 
     # State for the shards
 
@@ -126,7 +126,7 @@ class TieredModel(ServedModel):
 
     # The optimizer's state
 
-    def fetch_state(self) -> dict[nn.Parameter, dict[str, Any]]:
+    def fetch_state(self, number: int) -> dict[nn.Parameter, dict[str, Any]]:
         """Return each parameter's state, as plain torch would have it.
 
         Tensors are fetched from their shard when they are read, one chunk at a time.
@@ -139,7 +139,7 @@ class TieredModel(ServedModel):
             for bound in self._training.chunks
             for index, parameter in enumerate(bound.parameters)
         }
-        return self._in_order(states)
+        return self._in_order(states, number)
 
     def _lazy_state(self, bound: BoundChunk, index: int) -> dict[str, Any]:
         scalars, parameter = self._scalars[bound.chunk.id][index], bound.parameters[index]

@@ -20,8 +20,9 @@ from __future__ import annotations
 import contextlib
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -80,6 +81,28 @@ class MeanAnswer(msgspec.Struct, frozen=True):
     counted: Committed
 
 
+@dataclass(frozen=True)
+class Turn:
+    """The step of one of a model's optimizers.
+
+    Attributes:
+        optimizer: its place among the model's optimizers.
+        chunks: the chunks that it steps; None: all.
+        follows: True if another optimizer has stepped these gradients before.
+        stays: True if other optimizers may step these gradients.
+        ends: True if other optimizers will not step these gradients, as far as the script has shown.
+    """
+
+    optimizer: int = 0
+    chunks: Collection[int] | None = None
+    follows: bool = False
+    stays: bool = False
+    ends: bool = True
+
+
+ALL = Turn()  # the step of a model's only optimizer
+
+
 @dataclass(frozen=True, kw_only=True)
 class Parts:
     """The parts of an exchange.
@@ -96,6 +119,7 @@ class Parts:
         lazy: True to publish new parameters before the next forward.
         keeps_graphs: True to leave parameters without a gradient alone until the next forward of the model:
             other workers may have changed them meanwhile.
+        takes_changes: True to tell the shards of the script's own writes to parameters.
     """
 
     chunks: Sequence[BoundChunk]
@@ -108,6 +132,7 @@ class Parts:
     together: Together | None = None
     lazy: bool = False
     keeps_graphs: bool = False
+    takes_changes: bool = False
 
 
 class Server(Reducer):
@@ -138,12 +163,14 @@ class Server(Reducer):
             self._store,
             of_group=of_group,
             keeps_graphs=parts.keeps_graphs,
+            takes_changes=parts.takes_changes,
             lost=self._hear_lost,
             consumed=self._hear_consumed_alone,
         )
         self.exchange_seconds = 0.0
         self._shares = calls.shares
         self._speed: Speeds = {}  # this worker's report on its speed in this iteration, if there is one
+        self._ends = True  # False: the latest step was one of several of its gradients
 
     def close(self) -> None:
         """Let the model go, with the parameters that the last step requested, unless an error ends it."""
@@ -179,19 +206,27 @@ class Server(Reducer):
         """Publish parameters before the optimizer's state is asked for, so that it includes the last step."""
         self.before_use()
 
-    def before_step(self) -> None:
+    def before_step(self, follows: bool = False) -> None:
         if self.group is None:
             self.parameters.publish()
         self.parameters.check_unchanged()
-        super().before_step()
+        super().before_step(follows)
 
     @abstractmethod
-    def step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
+    def step(self, accepted: bool, hyperparameters: Hyperparameters, turn: Turn = ALL) -> None:
         """Make the script's `optimizer.step()`: let the shards step, and ask for the new parameters."""
+
+    def _stepped(self, turn: Turn) -> None:
+        """Note that a step is made. One that follows is an iteration of its own at the shards."""
+        self._ends = turn.ends
+        if turn.follows:
+            self.steps += 1
+            if self.group is not None and turn.ends:
+                self.group.after_step()
 
     def after_step(self) -> None:
         super().after_step()
-        if self.group is not None:
+        if self.group is not None and self._ends:  # only then may the group be left
             self.group.after_step()
 
     def _check_forward(self) -> None:
@@ -250,6 +285,7 @@ class Server(Reducer):
     def load_member_state(self, state: Mapping[str, Any]) -> None:
         """Take another member's state, except the iteration: the shards decide which one this worker makes
         next."""
+        self.passes = set(state["passes"])
         self.sum.load_member_state(state)
 
     # -- the shards' answers -------------------------------------------------------------------------------
@@ -400,6 +436,7 @@ class MeanExchange(Server):
         with self._timed():
             answer, values = self.uplink.round(what, lambda: self._exchange(out, what), self.steps)
         self._means.over()
+        self._scale_at_step = 1.0
         # Until the mean is there, all may wait for a newcomer, and the newcomer for this worker's state.
         self.connection.members.over()
         for bound in () if self._means.by_chunk else self._chunks:
@@ -457,10 +494,12 @@ class MeanExchange(Server):
     def _leave_out(self) -> None:
         """Leave a step out: a backward begins after a mean without a step, as when a GradScaler skips one.
 
-        Raises UserError if gradients of that mean are left, to which backward would add. The parameters stay
-        unchanged: within backward, nothing may be written to them.
+        If gradients of that mean are left, the backward adds to them, and they count with the next mean.
+        Raises UserError then if they lie in tiers. The parameters stay unchanged: within backward, nothing
+        may be written to them.
         """
-        if self._store.has_mean():
+        has_mean = self._store.has_mean()
+        if has_mean and self._store.window is not None:
             raise UserError(
                 f"iteration {self.steps}: a second backward before optimizer.step(); under strategy "
                 "'server' with bsp, wrap all but the last in session.no_sync(), or add the losses up; to "
@@ -468,7 +507,7 @@ class MeanExchange(Server):
             )
         self.reduced = False
         with self.parameters.dropping():
-            self._make_step(accepted=False, hyperparameters=[], edited=[])
+            self._make_step(accepted=False, hyperparameters=[], edited=[], turn=ALL, counted=has_mean)
             self.parameters.discard() if self.group is None else self.parameters.discarded()
         self.steps += 1
 
@@ -479,17 +518,26 @@ class MeanExchange(Server):
         return norm
 
     @torch.no_grad()
-    def step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
+    def step(self, accepted: bool, hyperparameters: Hyperparameters, turn: Turn = ALL) -> None:
         edited = self._store.edited() if accepted else []  # a step left out needs no gradients
-        with self.parameters.stepping():
-            values = self._make_step(accepted, hyperparameters, edited)
+        edited = [chunk for chunk in edited if turn.chunks is None or chunk in turn.chunks]
+        written = self.parameters.take_changes()
+        with self.parameters.stepping(turn.chunks):
+            values = self._make_step(accepted, hyperparameters, edited, turn, written)
             if self.group is not None:
                 self.parameters.adopt(values)
-            elif not self._lazy or edited:
+            elif not self._lazy or edited or written:
                 self.parameters.publish()
+        self._stepped(turn)
 
     def _make_step(
-        self, accepted: bool, hyperparameters: Hyperparameters, edited: list[int]
+        self,
+        accepted: bool,
+        hyperparameters: Hyperparameters,
+        edited: list[int],
+        turn: Turn,
+        written: Mapping[int, Tensor] = MappingProxyType({}),
+        counted: bool = False,
     ) -> dict[int, Tensor]:
         """Let the shards make the step; return the new parameters by chunk in a group, else nothing."""
         what = f"the parameters after iteration {self.steps}"
@@ -497,9 +545,19 @@ class MeanExchange(Server):
         def act() -> dict[int, Tensor]:
             role = self.uplink.role(self.steps)
             edits = self._client.send_edited(self.steps, edited, send=role.leads)
+            writes = self._client.send_written(self.steps, written, send=role.leads)
             if role.leads:
                 self._client.say_step(
-                    self.steps, self._scale_at_step, hyperparameters, edited, edits, accepted=accepted
+                    self.steps,
+                    self._scale_at_step,
+                    hyperparameters,
+                    edited,
+                    edits,
+                    accepted=accepted,
+                    optimizer=turn.optimizer,
+                    stays=turn.stays,
+                    written=list(written),
+                    writes=writes,
                 )
                 points.reach("group.stepped", self.steps)
             if self.group is not None:
@@ -509,8 +567,7 @@ class MeanExchange(Server):
 
         with self._timed():
             values = self.uplink.round(what, act, self.steps, self.sum.where)
-        self.feedback.settle(self.steps, counted=accepted)
-        self._scale_at_step = 1.0
+        self.feedback.settle(self.steps, counted=accepted or counted)
         return values
 
 
@@ -551,12 +608,12 @@ class ValuesExchange(Server):
         else:
             super().before_state()
 
-    def before_step(self) -> None:
+    def before_step(self, follows: bool = False) -> None:
         if not self._pipelined:
-            super().before_step()
+            super().before_step(follows)
             return
         self.parameters.check_unchanged()
-        Reducer.before_step(self)  # nothing is published before the contribution has left
+        Reducer.before_step(self, follows)  # nothing is published before the contribution has left
 
     def _check_forward(self) -> None:
         if not self._pipelined:
@@ -569,21 +626,25 @@ class ValuesExchange(Server):
         super()._is_whole(own, of_group)
 
     @torch.no_grad()
-    def step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
+    def step(self, accepted: bool, hyperparameters: Hyperparameters, turn: Turn = ALL) -> None:
         self._calls.leaving()
         if self._client.counted is not None:
             self.connection.members.told(self._client.counted)
         own = self._weighed if accepted else ContributionWeight(0.0, self._weighed.samples)
-        with self.parameters.stepping():
+        if turn.follows:
+            own = msgspec.structs.replace(own, samples=0.0)  # they are counted already
+        how = {"hyperparameters": hyperparameters, "optimizer": turn.optimizer, "of": turn.chunks}
+        with self.parameters.stepping(turn.chunks):
             if self._pipelined:
-                self._step_ahead(own, hyperparameters)
-                return
-            self._contribute_all(own, hyperparameters)
-            self.parameters.expect(self.steps + 1)
-            if not self._lazy:
-                self.parameters.publish()
+                self._step_ahead(own, how)
+            else:
+                self._contribute_all(own, how)
+                self.parameters.expect(self.steps + 1)
+                if not self._lazy:
+                    self.parameters.publish()
+        self._stepped(turn)
 
-    def _step_ahead(self, own: ContributionWeight, hyperparameters: Hyperparameters) -> None:
+    def _step_ahead(self, own: ContributionWeight, how: Mapping[str, Any]) -> None:
         """Send this contribution, and end the exchange of the one before, which may have ended already.
 
         This contribution's parameters are requested only then: a shard keeps one question of each worker.
@@ -593,7 +654,7 @@ class ValuesExchange(Server):
         if parameters.on_their_way and parameters.have_arrived:
             parameters.publish()
         late = parameters.on_their_way
-        self._contribute_all(own, hyperparameters, behind, pull=not late)
+        self._contribute_all(own, how, behind, pull=not late)
         if late:
             parameters.publish()
             parameters.pull(self.steps + 1, contribution=self._topic)
@@ -606,13 +667,13 @@ class ValuesExchange(Server):
         return (CONTRIBUTION, self.steps) if self._pipelined else CONTRIBUTION  # two may be under way
 
     def _contribute_all(
-        self, own: ContributionWeight, hyperparameters: Hyperparameters, behind: int = 0, *, pull: bool = True
+        self, own: ContributionWeight, how: Mapping[str, Any], behind: int = 0, *, pull: bool = True
     ) -> None:
         """Push all chunks, and commit. With `pull` the last push to each shard asks for the new
         parameters."""
         stays = not (self._lazy or self._pipelined)  # False: the script goes on before the answer
         turn = None if stays else self.steps % 2 if self._pipelined else 0
-        out = self._contribution(own, turn, hyperparameters=hyperparameters, behind=behind, waits=False)
+        out = self._contribution(own, turn, behind=behind, waits=False, **how)
         self._client.push_all(out, pull=pull, until=self._topic)
         self._client.commit(out, self._topic)
 
@@ -654,9 +715,10 @@ class GroupValuesExchange(Server):
         super()._is_whole(own, of_group)
 
     @torch.no_grad()
-    def step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
-        with self._together.stepping(self.steps), self.parameters.stepping():
+    def step(self, accepted: bool, hyperparameters: Hyperparameters, turn: Turn = ALL) -> None:
+        with self._together.stepping(self.steps), self.parameters.stepping(turn.chunks):
             self._step(accepted, hyperparameters)
+        self._stepped(turn)
 
     def _step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
         self._calls.leaving()

@@ -36,6 +36,7 @@ def serve_alone(
     held: Holder | None = None,
     lazy: bool = False,
     pipeline: int = 0,
+    takes_changes: bool = False,
 ) -> Server:
     """Return the exchange of a worker that talks to the shards for itself.
 
@@ -47,6 +48,7 @@ def serve_alone(
         held: returns the model in its tiers; None if it lies on the device.
         lazy: the configuration's sync.lazy.
         pipeline: the configuration's sync.pipeline.
+        takes_changes: True if the shards can be told of the script's own writes to parameters.
     """
     leaves_early = held is None and policy == "bsp"
     make_sum: MakeSum = AtEnd if policy == "bsp" else Own
@@ -69,6 +71,7 @@ def serve_alone(
         feedback=feedback_of(chunks, connection),
         lazy=lazy,
         keeps_graphs=policy != "bsp" and not lazy and not pipeline,
+        takes_changes=takes_changes and policy == "bsp" and held is None and not lazy,
     )
     return MeanExchange(parts) if policy == "bsp" else ValuesExchange(parts, pipeline)
 
@@ -136,6 +139,7 @@ def serve_group(
         feedback=feedback,
         together=together,
         keeps_graphs=policy != "bsp" and not pipeline,
+        takes_changes=policy == "bsp" and held is None,
     )
     if policy == "bsp":
         return MeanExchange(parts)

@@ -15,6 +15,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from atoll.core.errors import UserError
 from atoll.exchange.coding import bytes_of
 from atoll.net.returning import MOST_UNDER_WAY, Made, Payload
 from atoll.tensors.binding import BoundChunk, Buffer
@@ -99,6 +100,10 @@ class Store(Protocol):
         A parameter that was changed and changed back, say to evaluate with an average of the weights, is
         unchanged.
         """
+
+    def take_changes(self) -> dict[int, Tensor]:
+        """Return the values, (extent,), on the CPU, of the chunks to which the script has written, and forget
+        these changes. Raises UserError for a change that may have come with others that were not noticed."""
 
     def forget_changes(self) -> None:
         """Forget the script's changes so far: the shards know them too."""
@@ -252,6 +257,28 @@ class Resident:
             if version != now and self._differs(name):
                 return name
         return self._changed_unseen() if self._looks.compares() else ""
+
+    def take_changes(self) -> dict[int, Tensor]:
+        seen = zip(self._versions, self._seen(), strict=True)
+        raised = {name for (name, before), (_, now) in seen if before != now}
+        compares, taken = self._looks.compares(), {}
+        for bound in self._bounds:
+            former = self._written.get(bound.chunk.id)
+            if former is None or not (compares or raised.intersection(bound.names)):
+                continue
+            now = bound.flat[: former.numel()].detach().cpu()
+            changed = self._comparing[bound.chunk.id].names_between(former, now)
+            if not raised.issuperset(changed):
+                if self._looks.missed_some:
+                    raise UserError(
+                        f"parameter {changed[0]!r} was changed by the script through p.data, and changes "
+                        "before may have been lost; write with torch.no_grad(): p.clamp_(...), say"
+                    )
+                self._looks.compare_always()
+            if changed:
+                taken[bound.chunk.id] = self._written[bound.chunk.id] = now.clone()
+        self._versions = self._seen()
+        return taken
 
     def forget_changes(self) -> None:
         self._versions = self._seen()
@@ -431,6 +458,9 @@ class InTiers:
                     return name
         held.written.clear()
         return ""
+
+    def take_changes(self) -> dict[int, Tensor]:
+        return {}  # the shards are not told of changes in tiers, which `changed` names
 
     def forget_changes(self) -> None:
         self._held().write_back()

@@ -20,17 +20,18 @@ from atoll.core.config import Config
 from atoll.core.errors import RunError
 from atoll.exchange.codecs import codec_named
 from atoll.exchange.coding import Coding, bytes_of
-from atoll.exchange.sentgroups import sent_groups
+from atoll.exchange.sentgroups import sent_groups_of_all
 from atoll.net.returning import Payload
 from atoll.store.balance import balance
 from atoll.tensors.binding import BoundChunk, carve
 from atoll.tensors.optimizer import ChunkOptimizer, ParameterOptimizer, RemoteOptimizer, StepHooks
 from atoll.tensors.packing import PACKED, moved, pack, unpack
 from atoll.tensors.payload import tensor_of
-from atoll.tensors.settings import settings_of, settings_of_all
+from atoll.tensors.settings import Settings, settings_of, settings_of_all
+from atoll.tensors.shardoptimizer import full_name
 from atoll.tensors.steppers import Steppers
 from atoll.tensors.stepunit import Unit
-from atoll.train.gradients.reducer import Calls, Reducer
+from atoll.train.gradients.reducer import Calls, Reducer, continue_from
 from atoll.train.gradients.ring import Boundary, RingReducer
 from atoll.train.gradients.solo import GatheredGradients, SoloReducer, are_quickly_gathered
 from atoll.train.gradients.tiersums import Holder
@@ -40,11 +41,12 @@ from atoll.train.members.regrouping import Regrouping
 from atoll.train.members.workers import Workers
 from atoll.train.sync.connection import Connection, IterationMembers, values_of
 from atoll.train.sync.servedmodels import ServedModels
-from atoll.train.sync.server import Server
+from atoll.train.sync.server import ALL, Server, Turn
 from atoll.train.sync.service import Service
 from atoll.train.sync.serving import serve_alone, serve_group
 from atoll.wire.messages import (
     AnyMessage,
+    OptimizerKind,
     PullState,
     Ready,
     SetChunk,
@@ -72,6 +74,12 @@ class OptimizerSteps(Protocol):
     unit: Unit
     hooks: StepHooks
 
+    @property
+    def waits(self) -> bool: ...
+
+    @property
+    def follows(self) -> bool: ...
+
 
 @dataclass(frozen=True)
 class Training:
@@ -85,6 +93,7 @@ class Training:
         frozen: the other chunks.
         calls: the services that the reducer asks for.
         config: the run's configuration.
+        former: the reducer of the model as it was prepared before; None: it is new.
     """
 
     number: int
@@ -94,6 +103,11 @@ class Training:
     frozen: list[BoundChunk]
     calls: Calls
     config: Config
+    former: Reducer | None = None
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [each.optimizer for each in self.sets]
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -196,7 +210,7 @@ class OverRing:
             message_bytes=message_bytes_for(training.chunk_map),
             number=training.number,
             boundary=self._boundary,
-            settings=settings_of_all([each.optimizer for each in training.sets]),
+            settings=settings_of_all(training.optimizers),
         )
         return reducer, steppers_of(training, reducer.flat_gradients)
 
@@ -239,29 +253,38 @@ class Served:
         return self._service.site
 
     def build(self, training: Training) -> tuple[Reducer, Stepper]:
-        return self.build_model(training, ServedModel, None)
+        exchange, steppers = self.build_model(training, ServedModel, None)
+        return exchange, steppers[0] if len(steppers) == 1 else Steppers(steppers)
 
     def build_model(
         self, training: Training, kind: Callable[..., ServedModel], held: Holder | None
-    ) -> tuple[Server, RemoteOptimizer]:
-        """Return the exchange and the stepper of a model of this `kind`. `held` returns a model that lies in
+    ) -> tuple[Server, list[RemoteOptimizer]]:
+        """Return the exchange and the steppers of a model of this `kind`. `held` returns a model that lies in
         tiers."""
 
         def make_exchange(training: Training, connection: Connection) -> Server:
             return self._make_exchange(training, connection, held)
 
         model = kind(training, self._service, self._workers, self._members, make_exchange)
-        self._models.add(model)
+        if training.former is not None:  # before the shards hear at which iteration the model is
+            continue_from(training.former, model.exchange)
+            made = self._workers.gather(model.exchange.steps, "the iterations that the workers have made")
+            model.exchange.steps = made[0]  # under asp others are at other iterations: all begin at this one
+        self._models.put(training.number, model)
         model.set_up()
-        stepper = RemoteOptimizer(
-            training.optimizer,
-            training.hooks,
-            make=model.make_step,
-            fetch=model.fetch_state,
-            home=f"under strategy {training.config.run.strategy!r} its state lives at the shards",
-            keeps_state=training.unit.keeps_state,
-        )
-        return model.exchange, stepper
+        steppers = [
+            RemoteOptimizer(
+                each.optimizer,
+                each.hooks,
+                make=partial(model.make_step, number),
+                fetch=partial(model.fetch_state, number),
+                home=f"under strategy {training.config.run.strategy!r} its state lives at the shards",
+                keeps_state=each.unit.keeps_state,
+                elsewhere={parameter for bound in training.chunks for parameter in bound.parameters},
+            )
+            for number, each in enumerate(training.sets)
+        ]
+        return model.exchange, steppers
 
     def loaded(self) -> None:
         self._models.set_up()
@@ -287,6 +310,7 @@ def exchange_alone(site: str) -> MakeExchange:
             held=held,
             lazy=sync.lazy,
             pipeline=sync.pipeline,
+            takes_changes=not site,
         )
 
     return make
@@ -308,13 +332,18 @@ def exchange_in_group(ring: Ring, regrouping: Regrouping) -> MakeExchange:
             grouping=regrouping.known,
             move=regrouping.move,
             # A member that waits in a meeting takes part in iterations that its script does not count.
-            settings=partial(settings_of, training.optimizer, scheduled=sync.consistency == "bsp"),
-            hyperparameters=lambda: sent_groups(training.optimizer),
+            settings=partial(_settings, training, scheduled=sync.consistency == "bsp"),
+            hyperparameters=partial(sent_groups_of_all, training.optimizers),
             held=held,
             pipeline=sync.pipeline,
         )
 
     return make
+
+
+def _settings(training: Training, *, scheduled: bool) -> Settings:
+    """Return the hyperparameters of all optimizers, as `settings_of` does."""
+    return [group for each in training.optimizers for group in settings_of(each, scheduled=scheduled)]
 
 
 SET_UP, STATE = "set-up", "state"  # resend topics
@@ -346,9 +375,22 @@ class ServedModel:
             link=shards.options,
         )
         self.exchange = make_exchange(training, connection)
-        self._kind = type(training.optimizer)
+        self._kinds = [
+            OptimizerKind(
+                full_name(type(each.optimizer)), len(each.optimizer.param_groups), each.unit.by_tensor
+            )
+            for each in training.sets
+        ]
+        owners = {
+            parameter: number
+            for number, optimizer in enumerate(training.optimizers)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        first = {bound.chunk.id: bound.parameters[0] for bound in training.chunks}
+        self._set_of = {chunk: owners[p] for chunk, p in first.items() if p in owners}
         self._ready: set[int] = set()
-        self._set_ups = 0
+        self.set_ups = 0
         self._fetched: dict[int, dict[str, Tensor]] = {}
         self._scalars: dict[int, list[dict[str, Any]]] = {}
         self._ended: set[int] = set()
@@ -365,7 +407,7 @@ class ServedModel:
         To a site's shard, each worker describes the model.
         """
         shards, digest = self._service.shards, self._digest()
-        self._set_ups += 1
+        self.set_ups += 1
         if self._workers.is_first or self._service.site:
             for shard in range(len(shards)):
                 shards.send(shard, self._setup(shard, digest), until=SET_UP)
@@ -382,7 +424,7 @@ class ServedModel:
         By then the log has taken all that the contributor sent before. This is the contributor's first
         set-up. `what` names the wait.
         """
-        self._set_ups = 1
+        self.set_ups = 1
         self._await_ready(self._digest(), what)
 
     def _await_ready(self, digest: str, what: str) -> None:
@@ -393,7 +435,10 @@ class ServedModel:
 
     def fetch_parameters(self) -> None:
         """Take the parameters with which this worker begins its next iteration."""
-        self._training.optimizer.state.clear()
+        for optimizer in self._training.optimizers:
+            for bound in self._training.chunks:
+                for parameter in bound.parameters:
+                    optimizer.state.pop(parameter, None)
         self.exchange.parameters.forget_changes()
         self.exchange.parameters.pull(self.exchange.steps)
         self.exchange.parameters.publish()
@@ -405,7 +450,7 @@ class ServedModel:
 
         At a site all workers describe one set-up, each with a count of its own.
         """
-        return self._set_ups
+        return self.set_ups
 
     def _handle_ready(self, shard: int, message: AnyMessage, _payload: memoryview | None) -> None:
         assert isinstance(message, Ready)
@@ -418,8 +463,8 @@ class ServedModel:
             digest=digest,
             layout=msgspec.Raw(msgspec.msgpack.encode(training.chunk_map)),
             chunks=[chunk_id for chunk_id, place in self._shard_of.items() if place == shard],
-            optimizer=f"{self._kind.__module__}.{self._kind.__qualname__}",
-            hyperparameters=sent_groups(training.optimizer),
+            optimizers=self._kinds,
+            hyperparameters=sent_groups_of_all(training.optimizers),
             consistency=sync.consistency,
             slack=sync.slack,
             workers=self._service.welcome.workers,
@@ -433,7 +478,6 @@ class ServedModel:
             consumed=self.exchange.consumed,
             finite=training.config.sync.nonfinite != "allow",
             codec=sync.codec,
-            by_tensor=training.unit.by_tensor,
         )
 
     def _digest(self) -> str:
@@ -441,15 +485,15 @@ class ServedModel:
         sync, layout = self._training.config.sync, self._training.chunk_map
         stale = (sync.staleness, sync.compensation, sync.pipeline)
         finite = sync.nonfinite != "allow"
-        kind = self._kind.__qualname__, self._training.unit.by_tensor
-        told = (layout, *kind, sync.consistency, sync.slack, *stale, finite, sync.codec)
+        told = (layout, self._kinds, sync.consistency, sync.slack, *stale, finite, sync.codec)
         return hashlib.sha256(msgspec.msgpack.encode(told)).hexdigest()[:32]
 
     def _bring(self, bound: BoundChunk) -> None:
         """Send a chunk's values and its optimizer's state, if it has any."""
         shards, shard = self._service.shards, self._shard_of[bound.chunk.id]
         held = [self._state_held(parameter) for parameter in bound.parameters]
-        if self._training.unit.by_tensor:
+        unit = self._unit_of(bound)
+        if unit.by_tensor:
             packed, words = pack([dict(state) for state in held])
             shards.send(
                 shard,
@@ -461,7 +505,7 @@ class ServedModel:
                 message = SetChunk(chunk=bound.chunk.id, key=PACKED, number=self._number)
                 shards.send(shard, message, self._sent(lambda: packed), until=SET_UP)
             return
-        elementwise = sorted({key for slot in held for key in slot} & self._training.unit.keys)
+        elementwise = sorted({key for slot in held for key in slot} & unit.keys)
         scalars = [
             {key: _number(value) for key, value in slot.items() if key not in elementwise}
             | {key: None for key in elementwise if key not in slot}  # None: it has no such state
@@ -473,10 +517,14 @@ class ServedModel:
             message = SetChunk(chunk=bound.chunk.id, key=key, number=self._number)
             shards.send(shard, message, self._sent(partial(_joined, bound, held, key)), until=SET_UP)
 
+    def _unit_of(self, bound: BoundChunk) -> Unit:
+        """Return the unit in which a chunk's optimizer steps."""
+        return self._training.sets[self._set_of.get(bound.chunk.id, 0)].unit
+
     def _state_held(self, parameter: nn.Parameter) -> Mapping[str, Any]:
         """Return this worker's part of a parameter's state, which goes to the shards."""
-        held: Mapping[str, Any] = self._training.optimizer.state.get(parameter, {})
-        return held
+        states = (each.state[parameter] for each in self._training.optimizers if parameter in each.state)
+        return next(states, {})
 
     def _values_of(self, bound: BoundChunk) -> Tensor:
         """Return a copy of a chunk's values, (extent,), on the CPU."""
@@ -488,13 +536,28 @@ class ServedModel:
 
     # Stepping
 
-    def make_step(self, accepted: bool) -> None:
-        self.exchange.step(accepted, sent_groups(self._training.optimizer))
+    def make_step(self, number: int, accepted: bool) -> None:
+        """Make the step of the optimizer of this number, or leave it out if it is not `accepted`."""
+        sets, turn = self._training.sets, ALL
+        if len(sets) > 1:
+            others = [each for each in sets if each is not sets[number]]
+            turn = Turn(
+                number,
+                {chunk for chunk, its in self._set_of.items() if its == number},
+                follows=sets[number].follows,
+                stays=any(each.waits for each in others),
+                ends=not any(
+                    each.waits and place not in self.exchange.passes
+                    for place, each in enumerate(sets)
+                    if place != number
+                ),
+            )
+        self.exchange.step(accepted, sent_groups_of_all(self._training.optimizers), turn)
 
     # Bringing the optimizer's state back
 
-    def fetch_state(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """Return each parameter's state, as plain torch would have it."""
+    def fetch_state(self, number: int) -> dict[nn.Parameter, dict[str, Any]]:
+        """Return the state of each parameter of one optimizer, as plain torch would have it."""
         self.exchange.before_state()
         self._fetched, self._scalars = {}, {}
         self._ask_for_state(PullState(incarnation=self._service.shards.incarnation))
@@ -503,7 +566,7 @@ class ServedModel:
             for bound in self._training.chunks
             for index, parameter in enumerate(bound.parameters)
         }
-        return self._in_order(states)
+        return self._in_order(states, number)
 
     def _ask_for_state(self, asked: PullState, of: Sequence[int] | None = None) -> None:
         """Ask for state; return when it has come from all shards, or from those in `of`."""
@@ -512,18 +575,19 @@ class ServedModel:
         those = range(len(shards)) if of is None else of
         shards.ask(those, asked, STATE, self._ended, "the optimizer's state")
 
-    def _in_order(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> dict[nn.Parameter, dict[str, Any]]:
-        """Return the states in torch's order, in which the optimizer would have stepped the parameters."""
-        known = (
-            parameter for group in self._training.optimizer.param_groups for parameter in group["params"]
-        )
+    def _in_order(
+        self, states: Mapping[nn.Parameter, dict[str, Any]], number: int
+    ) -> dict[nn.Parameter, dict[str, Any]]:
+        """Return an optimizer's states in torch's order, in which it would have stepped the parameters."""
+        groups = self._training.optimizers[number].param_groups
+        known = (parameter for group in groups for parameter in group["params"])
         return {parameter: states[parameter] for parameter in known if states.get(parameter)}
 
     def _state_of(self, bound: BoundChunk, index: int) -> dict[str, Any]:
         """Return one parameter's state. A shard sends None for an element-wise value that it lacks."""
         slot, parameter = bound.chunk.slots[index], bound.parameters[index]
         scalars = self._scalars[bound.chunk.id][index]
-        if self._training.unit.by_tensor:
+        if self._unit_of(bound).by_tensor:
             flat = self._fetched.get(bound.chunk.id, {}).get(PACKED, torch.empty(0, dtype=torch.uint8))
             (state,) = unpack(flat, [scalars])
             there: dict[str, Any] = moved(state, parameter.device)
@@ -539,7 +603,7 @@ class ServedModel:
         bound = next((b for b in self._training.chunks if b.chunk.id == message.chunk), None)
         if bound is None or len(message.values) not in (0, len(bound.parameters)):
             raise RunError(f"shard {shard} sent a state of chunk {message.chunk} that is none of this model")
-        if message.key == PACKED and self._training.unit.by_tensor:
+        if message.key == PACKED and self._unit_of(bound).by_tensor:
             self._fetched.setdefault(message.chunk, {})[PACKED] = tensor_of(payload, torch.uint8).clone()
         elif message.key:
             self._fetched.setdefault(message.chunk, {})[message.key] = values_of(
