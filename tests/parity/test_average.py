@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import atoll
 from atoll.core.errors import PrepareError, UserError
+from support.cases import kept_for
 from support.pool import JobFailedError, WorkerPool
 from support.runs import alone, model, run_at
 
@@ -72,7 +73,7 @@ def check_close(found: list[dict[str, Tensor]], right: list[dict[str, Tensor]]) 
             torch.testing.assert_close(one[name], value, rtol=0.0, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("where", HERE)
+@pytest.mark.parametrize("where", kept_for(pytest.mark.check, HERE, ("ring", "tiers")))
 def test_the_average_is_torch_s_through_a_checkpoint_too(
     pool: WorkerPool, where: str, tmp_path: Path
 ) -> None:
@@ -90,7 +91,7 @@ def test_alone_too(tiers: bool, tmp_path: Path) -> None:
     check_close(alone(train, str(tmp_path), True, tiers=tiers), right[3:])
 
 
-@pytest.mark.parametrize("where", ELSEWHERE)
+@pytest.mark.parametrize("where", kept_for(pytest.mark.check, ELSEWHERE, ("server",)))
 def test_where_the_optimizer_steps_elsewhere_it_is_refused(pool: WorkerPool, where: str) -> None:
     with pytest.raises(JobFailedError) as raised:
         run_at(pool, where, train)

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import atoll
+from support.cases import kept_for
 from support.pool import WorkerPool
 from support.runs import model, run_at
 
@@ -41,7 +42,7 @@ def train(session: atoll.Session, folder: str) -> tuple[dict[str, list[Tensor]],
 
 
 @pytest.mark.parametrize("policy", ["rank 0", "mean", "own"])
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", kept_for(pytest.mark.check, WHERE, ("ring",)))
 def test_buffers_follow_the_policy(pool: WorkerPool, where: str, policy: str, tmp_path: Path) -> None:
     found = run_at(pool, where, train, str(tmp_path), sync={"buffers": policy})
     saved = load_file(tmp_path / "model.safetensors")

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import atoll
 from atoll.core.errors import MismatchError, UserError
+from support.cases import kept_for
 from support.pool import JobFailedError, WorkerPool
 from support.runs import EVERYWHERE, TOGETHER, alone, model, run_at
 
@@ -74,7 +75,7 @@ def plain(lengths: tuple[int, ...]) -> list[Tensor]:
     return seen
 
 
-@pytest.mark.parametrize("where", IN_STEP)
+@pytest.mark.parametrize("where", kept_for(pytest.mark.check, IN_STEP, ("ring", "server")))
 def test_unequal_data_trains_as_one_process_on_the_joint_batches(pool: WorkerPool, where: str) -> None:
     right, found = plain(LENGTHS), run_at(pool, where, train, LENGTHS)
     for rank, (seen, sizes, iterations) in enumerate(found):
@@ -121,7 +122,7 @@ def skip(session: atoll.Session, how: str) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("where", TOGETHER)
+@pytest.mark.parametrize("where", kept_for(pytest.mark.check, TOGETHER, ("ring", "server")))
 def test_a_batch_that_one_worker_skips_is_reported_at_once(pool: WorkerPool, where: str) -> None:
     for how in ("continue", "break"):
         with pytest.raises(JobFailedError) as raised:
@@ -178,7 +179,7 @@ def empty(session: atoll.Session) -> Any:
     return list(session.epoch_of([]))
 
 
-@pytest.mark.parametrize("where", EVERYWHERE)
+@pytest.mark.parametrize("where", kept_for(pytest.mark.check, EVERYWHERE, ("ring",)))
 def test_an_epoch_without_any_batch_is_over_at_once(pool: WorkerPool, where: str) -> None:
     if where != "ps-hra asp":
         assert run_at(pool, where, empty) == [[], []]
@@ -200,7 +201,7 @@ def weigh_out(session: atoll.Session) -> Tensor:
     return net[0].weight.detach().clone()
 
 
-@pytest.mark.parametrize("where", IN_STEP)
+@pytest.mark.parametrize("where", kept_for(pytest.mark.check, IN_STEP, ("ring", "server")))
 def test_a_batch_of_weight_0_may_have_a_loss_that_is_no_number(pool: WorkerPool, where: str) -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)

@@ -17,6 +17,7 @@ import atoll
 from atoll.core.errors import MismatchError, PrepareError
 from atoll.train.data.moredata import MoreData
 from atoll.train.gradients.syncnorm import SyncNorms
+from support.cases import kept_for
 from support.pool import JobFailedError, WorkerPool
 from support.runs import KINDS, alone, model, run_at
 
@@ -108,7 +109,7 @@ def together(
 
 
 @pytest.mark.parametrize("sizes", [(4, 4), (5, 2)])
-@pytest.mark.parametrize("kind", ["ring", "hierarchical", "tiers"])
+@pytest.mark.parametrize("kind", kept_for(pytest.mark.check, ("ring", "hierarchical", "tiers"), ("ring",)))
 def test_in_a_ring_the_batch_is_the_joint_one(pool: WorkerPool, kind: str, sizes: tuple[int, int]) -> None:
     for momentum in (0.1, None):
         net = Normed(nn.BatchNorm2d, nn.BatchNorm1d, momentum).double()
