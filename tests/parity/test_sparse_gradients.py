@@ -1,22 +1,232 @@
-"""Sparse gradients that a function makes, where no layer says so before: one line, or plain torch alone."""
+"""Sparse gradients: each step of every strategy that takes them against plain PyTorch on the joint batch."""
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
+from kinds import check_equal
 from torch import Tensor, nn
 
 import atoll
 from atoll.core.errors import AtollError
 from support.pool import WorkerPool
-from support.runs import KINDS, alone, run_at
+from support.runs import IN_TIERS, KINDS, alone, run_at
 
-QUICK = ("ring", "asp")
+WORLD, STEPS = 2, 5
+RINGS = ("ring", "hierarchical", "elastic")
+SERVED = ("server", "ps-hra", "peers")
+QUICK = ("ring", "server")
+
+
+class Twice(torch.autograd.Function):
+    """Looks rows up, and leaves a sparse gradient in which a row may come several times."""
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.shape = table.shape
+        return 2 * table[ids]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (ids,) = ctx.saved_tensors
+        return torch.sparse_coo_tensor(ids[None], 2 * gradient, ctx.shape, check_invariants=False), None
+
+
+class Tables(nn.Module):
+    """Sparse gradients of every origin, and dense ones beside them."""
+
+    def __init__(self, layers: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.padded = nn.Embedding(40, 6, padding_idx=0, sparse=layers)
+        self.bags = nn.EmbeddingBag(40, 6, mode="mean", sparse=layers)
+        self.looked_up = nn.Parameter(torch.randn(30, 6))
+        self.own = nn.Parameter(torch.randn(20, 6))
+        self.seldom = nn.Embedding(20, 6, sparse=layers)
+        self.head = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 1))
+        self.double()
+
+    def forward(self, ids: Tensor, step: int) -> Tensor:
+        found = self.padded(ids % 40) + self.bags(ids[:, None].expand(-1, 3) % 40)
+        found = found + nn.functional.embedding(ids % 30, self.looked_up, sparse=True)
+        found = found + Twice.apply(self.own, ids % 20)
+        if step % 2:
+            found = found + self.seldom(ids % 20)
+        # A row whose gradient is all zeros is a row all the same: SparseAdam's moments decay.
+        kept = (ids % 3 > 0)[:, None].double()
+        return self.head(found * kept).squeeze(1)
+
+
+def sgd(net: Tables) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(net.parameters(), lr=0.1)]
+
+
+def momentum(net: Tables) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)]
+
+
+def adagrad(net: Tables) -> list[torch.optim.Optimizer]:
+    return [torch.optim.Adagrad(net.parameters(), lr=0.1)]
+
+
+def sparse_adam(net: Tables) -> list[torch.optim.Optimizer]:
+    dense = list(net.head.parameters())
+    sparse = [p for p in net.parameters() if all(p is not each for each in dense)]
+    return [torch.optim.SparseAdam(sparse, lr=0.05), torch.optim.Adam(dense, lr=0.05)]
+
+
+def batch(step: int) -> Tensor:
+    ids = torch.randint(1, 10_000, (8,), generator=torch.Generator().manual_seed(step))
+    ids[::4] = 0  # padding on one worker alone
+    return ids
+
+
+def train(session: atoll.Session | None, make: Any, clips: bool = False) -> tuple[list[Tensor], list[str]]:
+    net = Tables()
+    optimizers = make(net)
+    if session is not None:
+        session.prepare(net, optimizers if len(optimizers) > 1 else optimizers[0])
+    kinds = []
+    for step in range(STEPS):
+        ids = batch(step) if session is None else batch(step)[session.rank :: session.world]
+        net(ids, step).square().mean().backward()
+        kinds.append(" ".join(_kind(p.grad) for p in net.parameters()))
+        if clips and session is not None:
+            session.clip_grad_norm_(0.05)
+        elif clips:
+            _clip(net, 0.05)
+        for each in optimizers:
+            each.step()
+        net.zero_grad()
+    if session is not None:
+        session.barrier()  # under peers values come with the next use
+    return [p.detach().clone() for p in net.parameters()], kinds
+
+
+def _kind(gradient: Tensor | None) -> str:
+    """Return what the script sees of a gradient: the number of its rows, where it is sparse."""
+    if gradient is None:
+        return "none"
+    return f"{gradient.coalesce().indices().shape[1]} rows" if gradient.is_sparse else "dense"
+
+
+def _clip(net: nn.Module, most: float) -> None:
+    """Clip as torch does, whose own function takes no sparse gradients."""
+    gradients = [p.grad for p in net.parameters() if p.grad is not None]
+    values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    factor = min(1.0, most / (float(torch.stack([v.norm() for v in values]).norm()) + 1e-6))
+    for gradient in gradients:
+        gradient.mul_(factor)
+
+
+def kinds_of(names: tuple[str, ...]) -> list[Any]:
+    return [pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.soak) for kind in names]
+
+
+@pytest.mark.parametrize("make", [sgd, momentum, adagrad, sparse_adam])
+@pytest.mark.parametrize("kind", kinds_of(RINGS))
+def test_each_worker_steps_the_rows_that_any_worker_has(pool: WorkerPool, kind: str, make: Any) -> None:
+    right, seen = train(None, make)
+    for found, shown in run_at(pool, kind, train, make, world=WORLD):
+        check_equal(found, right)
+        assert shown == seen
+
+
+@pytest.mark.parametrize("make", [sgd, momentum, adagrad])
+@pytest.mark.parametrize("kind", kinds_of(SERVED))
+def test_steps_made_elsewhere_are_the_same(pool: WorkerPool, kind: str, make: Any) -> None:
+    right, _ = train(None, make)
+    for found, _ in run_at(pool, kind, train, make, world=WORLD):
+        check_equal(found, right)
+
+
+@pytest.mark.parametrize("make", [momentum, adagrad, sparse_adam])
+def test_alone_it_is_plain_torch(make: Any) -> None:
+    right, seen = train(None, make)
+    found, shown = alone(train, make)
+    check_equal(found, right)
+    assert shown == seen
+
+
+@pytest.mark.parametrize("kind", kinds_of(("ring", "server")))
+def test_clipped_gradients(pool: WorkerPool, kind: str) -> None:
+    right, _ = train(None, sgd, clips=True)
+    for found, _ in run_at(pool, kind, train, sgd, True, world=WORLD):
+        check_equal(found, right)
+
+
+def accumulate(session: atoll.Session | None, mixed: bool) -> list[Tensor]:
+    """Two backwards a step, and a last step for which worker 1 has no batch. `mixed`: one of the two leaves a
+    dense gradient, on worker 0."""
+    net = Tables()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    rank, world = 0, 1
+    if session is not None:
+        session.prepare(net, optimizer)
+        rank, world = session.rank, session.world
+    for step in range(3):
+        for half in (0, 1) if step < 2 else (0,):
+            ids = batch(10 * step + half)[rank::world]
+            if step == 2:
+                ids = batch(20)[:4]
+                if rank == 1:
+                    continue
+            loss = net(ids, step).square().mean()
+            if mixed and rank == 0:
+                loss = loss + net.looked_up.square().sum() * (1 if world == 1 else 2)
+            if session is not None and half == 0 and step < 2:
+                with session.no_sync():
+                    loss.backward()
+            else:
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def test_gradients_that_add_up(pool: WorkerPool) -> None:
+    right = accumulate(None, False)
+    for found in run_at(pool, "ring", accumulate, False, world=WORLD):
+        check_equal(found, right)
+
+
+def mixed(session: atoll.Session | None) -> tuple[list[Tensor], list[bool]]:
+    """One parameter whose gradient is dense on worker 0 and sparse on worker 1."""
+    net, seen = Tables(), []
+    optimizer = torch.optim.Adagrad(net.parameters(), lr=0.1)
+    if session is not None:
+        session.prepare(net, optimizer)
+    for step in range(3):
+        parts = [batch(step)[rank::WORLD] for rank in range(WORLD)]
+        losses = [net(ids, step).square().mean() for ids in parts]
+        losses[0] = losses[0] + net.looked_up.square().sum()
+        loss = sum(losses) / WORLD if session is None else losses[session.rank]
+        loss.backward()
+        assert net.looked_up.grad is not None
+        seen.append(net.looked_up.grad.is_sparse)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in net.parameters()], seen
+
+
+def test_a_gradient_that_is_dense_on_one_worker_is_dense(pool: WorkerPool) -> None:
+    right, seen = mixed(None)
+    assert not any(seen)
+    for found, shown in run_at(pool, "ring", mixed, world=WORLD):
+        check_equal(found, right)
+        assert shown == seen
+
+
+# -- refusals ------------------------------------------------------------------------------------------------
 
 
 class Lookup(nn.Module):
+    """Sparse gradients that no layer announces."""
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -27,43 +237,108 @@ class Lookup(nn.Module):
         return nn.functional.embedding(ids, self.w, sparse=True)
 
 
-def train(session: atoll.Session) -> Tensor:
-    net = Lookup()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    session.prepare(net, optimizer)
-    for step in range(2):
-        net(torch.tensor([1, 2 + step])).square().sum().backward()
-        session.clip_grad_norm_(1e9)
-        optimizer.step()
-        optimizer.zero_grad()
-    return net.w.detach().clone()
+class Layer(Lookup):
+    """Sparse gradients of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 8, sparse=True).double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.table(ids)
 
 
-def refused(session: atoll.Session) -> str:
+class Pairs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, w: Tensor) -> Tensor:
+        ctx.shape = w.shape
+        return w[0, 0] + w[1, 1]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        places = torch.tensor([[0, 1], [0, 1]])
+        return torch.sparse_coo_tensor(places, gradient.expand(2), ctx.shape, check_invariants=False)
+
+
+class Elements(Lookup):
+    """Sparse gradients of single elements, not of rows."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return Pairs.apply(self.w)
+
+
+def refused(session: atoll.Session, net: type[nn.Module], optimizer: str) -> str:
+    model = net()
+    if optimizer == "SparseAdam":
+        made: torch.optim.Optimizer = torch.optim.SparseAdam(list(model.parameters())[:1], lr=0.1)
+    else:
+        made = getattr(torch.optim, optimizer)(model.parameters(), lr=0.1)
     try:
-        train(session)
-    except AtollError as error:
+        session.prepare(model, made)
+        for step in range(2):
+            model(torch.tensor([1, 2 + step])).square().sum().backward()
+            made.step()
+            made.zero_grad()
+    except (AtollError, RuntimeError) as error:
         session._leaving.leave()
-        return str(error)
+        return f"{type(error).__name__}: {error}"
     return ""
 
 
-GONE = re.compile(
-    r"^worker \d (lost touch with another worker, waiting for|cannot have) worker \d's values of "
+ADAM = "RuntimeError: Adam does not support sparse gradients, please consider SparseAdam instead"
+ROWS = re.compile(
+    r"PrepareError: optimizer SparseAdam cannot step the dense sums of sparse gradients \(RuntimeError: "
+    r"SparseAdam does not support dense gradients.*\), which strategy '.*' makes; use strategy ring or "
+    r"hierarchical, or torch.optim.SGD or Adagrad"
 )
-LINE = "the gradient of 'w' is sparse, which chunks cannot hold; give its embedding sparse=False"
+GONE = re.compile(
+    r".*worker \d (lost touch with another worker, waiting for|cannot have) worker \d's values of "
+)
+IN_BACKWARD = (
+    "UserError: the gradient of 'w' is sparse, which a model with budgets of memory cannot hold; give its "
+    "embedding sparse=False, or leave the budgets out"
+)
+IN_PREPARE = (
+    "PrepareError: parameter 'table.weight' gets sparse gradients, which a model with budgets of memory "
+    "cannot hold; build its layer with sparse=False, or leave the budgets out"
+)
+ELEMENTS = (
+    "UserError: the gradient of 'w' is sparse in 2 of its dimensions, and workers sum dense gradients and "
+    "sparse ones of whole rows; let its function return grad.to_dense()"
+)
+
+
+@pytest.mark.parametrize("net", [Lookup, Layer])
+@pytest.mark.parametrize("kind", kinds_of(tuple(kind for kind in KINDS if kind not in IN_TIERS)))
+def test_adam_gives_its_own_error(pool: WorkerPool, kind: str, net: type[nn.Module]) -> None:
+    assert set(run_at(pool, kind, refused, net, "Adam", world=WORLD)) == {ADAM}
+
+
+@pytest.mark.parametrize("net", [Lookup, Layer])
+@pytest.mark.parametrize("kind", kinds_of((*SERVED, "asp")))
+def test_sparse_adam_is_refused_where_steps_are_made_elsewhere(
+    pool: WorkerPool, kind: str, net: type[nn.Module]
+) -> None:
+    assert all(map(ROWS.match, run_at(pool, kind, refused, net, "SparseAdam", world=WORLD)))
+
+
+@pytest.mark.parametrize("kind", kinds_of(("ring", "server", "peers")))
+def test_single_elements_are_refused(pool: WorkerPool, kind: str) -> None:
+    assert set(run_at(pool, kind, refused, Elements, "SGD", world=WORLD)) == {ELEMENTS}
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.soak) for kind in KINDS]
+    "kind",
+    [pytest.param(kind, marks=[] if kind == "tiers" else pytest.mark.soak) for kind in sorted(IN_TIERS)],
 )
-def test_it_is_one_line(pool: WorkerPool, kind: str) -> None:
-    said = run_at(pool, kind, refused, world=2)
-    assert LINE in said
+def test_in_tiers_it_is_one_line(pool: WorkerPool, kind: str) -> None:
+    assert set(run_at(pool, kind, refused, Layer, "SGD", world=WORLD)) == {IN_PREPARE}
+    said = run_at(pool, kind, refused, Lookup, "SGD", world=WORLD)
+    assert IN_BACKWARD in said
     # Whoever still fetches values as the other one has left is told of that.
-    assert set(said) == {LINE} or (kind == "tiers" and GONE.search(next(s for s in said if s != LINE)))
+    assert set(said) == {IN_BACKWARD} or (kind == "tiers" and any(map(GONE.match, said)))
 
 
-@pytest.mark.parametrize("tiers", [False, True])
-def test_alone_it_is_the_same_line(tiers: bool) -> None:
-    assert alone(refused, tiers=tiers) == LINE
+def test_alone_in_tiers_it_is_the_same_line() -> None:
+    assert alone(refused, Lookup, "SGD", tiers=True) == IN_BACKWARD
+    assert alone(refused, Layer, "SGD", tiers=True) == IN_PREPARE

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import atoll
 from atoll.core.config import Config
-from atoll.core.errors import PrepareError, UserError
+from atoll.core.errors import UserError
 from support.optimizers import BlockwiseSGD, ManyStates
 from support.pool import WorkerPool, ring_of_one
 from support.runs import alone, run_at
@@ -161,12 +161,6 @@ def test_the_script_may_say_the_unit() -> None:
             "element",
             UserError,
             r"step='element'\): Muon cannot step flat parameters .*; leave",
-        ),
-        (
-            torch.optim.LBFGS,
-            None,
-            PrepareError,
-            "LBFGS calls the script's closure several times.*AdamW",
         ),
     ):
         with atoll.join(Config(), place=ring_of_one()) as session, pytest.raises(error, match=line):

@@ -1,4 +1,4 @@
-"""backward(create_graph=True): the gradient's own norm is then part of a second loss."""
+"""backward(create_graph=True): the optimizer steps gradients that carry a graph."""
 
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD

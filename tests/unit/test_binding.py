@@ -144,7 +144,6 @@ def sharing() -> nn.Module:
     [
         (lazy, "'weight' is lazy"),
         (meta, "'weight' is on the meta device"),
-        (complex_valued, "'w' is complex64"),
         (expanded, "'w' has overlapping"),
         (sharing, "'w' and 'v' are two Parameters that share memory"),
     ],
@@ -152,6 +151,29 @@ def sharing() -> nn.Module:
 def test_what_cannot_be_bound_is_refused_by_name(make: object, said: str) -> None:
     with pytest.raises(PrepareError, match=said):
         check_bindable(dict(make().named_parameters()))  # type: ignore[operator]
+
+
+def test_a_complex_parameter_is_refused_in_tiers_alone() -> None:
+    parameters = dict(complex_valued().named_parameters())
+    check_bindable(parameters)
+    with pytest.raises(
+        PrepareError, match="'w' is complex64, which budgets of memory do not hold; leave them"
+    ):
+        check_bindable(parameters, in_tiers=True)
+
+
+def test_a_complex_parameter_lies_in_a_real_chunk() -> None:
+    values = torch.randn(3, 4, 2, generator=torch.Generator().manual_seed(0))
+    held = torch.view_as_complex(values.clone()).t()  # strides of its own
+    model = nn.ParameterDict({"w": nn.Parameter(held.clone(memory_format=torch.preserve_format))})
+    chunks = bind(model)
+    assert [(chunk.dtype, chunk.flat.dtype) for chunk in chunks] == [(torch.float32, torch.float32)]
+    assert model["w"].dtype == torch.complex64
+    assert model["w"].stride() == held.stride()
+    assert torch.equal(model["w"], held)
+    assert torch.equal(chunks[0].flat[:24], values.reshape(-1))
+    chunks[0].check()
+    assert model["w"].untyped_storage().nbytes() == 24 * 4
 
 
 def test_the_views_of_a_released_model_keep_their_memory() -> None:

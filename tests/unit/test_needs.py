@@ -385,9 +385,20 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         "set link.fill to zero",
     ),
     "optimizer-closure": (
-        Choices({"closure": "needed", "optimizer": "LBFGS"}),
-        "optimizer LBFGS calls the script's closure several times in a step",
-        "use one whose step() needs no closure, such as torch.optim.AdamW or SGD",
+        Choices({"closure": "needed", "optimizer": "LBFGS", "sync": "asp", "run.strategy": "server"}),
+        "optimizer LBFGS calls the script's closure several times in a step, and strategy 'server' has no",
+        "or an optimizer whose step() needs no closure, such as torch.optim.AdamW or SGD",
+    ),
+    "optimizer-closure-in-tiers": (
+        Choices({"closure": "needed", "optimizer": "LBFGS", "sync": "local", "store": "tiered"}),
+        "optimizer LBFGS calls the script's closure several times in a step, and with budgets of",
+        "leave out the budgets, or use an optimizer whose step() needs no closure, such as torch.optim.AdamW "
+        "or SGD",
+    ),
+    "optimizer-closure-skip": (
+        Choices({"closure": "needed", "optimizer": "LBFGS", "sync": "local", "sync.nonfinite": "skip"}),
+        "optimizer LBFGS calls the script's closure several times in a step, and sync.nonfinite 'skip'",
+        "set sync.nonfinite to stop or allow",
     ),
     "optimizer-by-tensor": (
         Choices({**BY_TENSOR, "store": "sharded"}),
@@ -403,6 +414,23 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         Choices({"optimizer": "Own", "moves": True, "why": "it sets p.data; let it write into p"}),
         "optimizer Own cannot step parameters that lie in chunks: it sets p.data",
         "let it write into p",
+    ),
+    "optimizer-sparse-elsewhere": (
+        Choices(
+            {"sync": "bsp", "optimizer": "SparseAdam", "sparse": "no dense ones", "run.strategy": "server"}
+        ),
+        "optimizer SparseAdam cannot step the dense sums of sparse gradients (no dense ones), which strategy",
+        "use strategy ring or hierarchical, or torch.optim.SGD or Adagrad",
+    ),
+    "optimizer-complex-elsewhere": (
+        Choices({**BY_TENSOR, "complex": True, "sync": "peers", "run.strategy": "peers"}),
+        "optimizer Muon is not element-wise (it came out different), and strategy 'peers' steps complex",
+        "use strategy ring or hierarchical, or torch.optim.AdamW or SGD",
+    ),
+    "optimizer-modes": (
+        Choices({"modes": True, "optimizer": "ScheduleFree", "sync": "bsp", "run.strategy": "server"}),
+        "optimizer ScheduleFree changes parameters by its state in train() and eval(), and under strategy",
+        "or an optimizer without them, such as torch.optim.AdamW or SGD",
     ),
     "step-budgets": (
         Choices({"step": "tensor", "store": "tiered"}),

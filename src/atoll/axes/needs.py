@@ -539,9 +539,27 @@ def _of_models() -> Iterator[Need]:
     yield Need(
         "optimizer-closure",
         prepare,
-        {"closure": Is("needed")},
-        "optimizer {optimizer} calls the script's closure several times in a step, and its workers would not "
-        "call it equally often; use one whose step() needs no closure, such as torch.optim.AdamW or SGD",
+        {"closure": Is("needed"), "sync": Is("bsp", "ssp", "asp", "peers", "replicas")},
+        "optimizer {optimizer} calls the script's closure several times in a step, and strategy "
+        "{run.strategy!r} has no mean within a step; use strategy ring or hierarchical, or an optimizer "
+        "whose step() needs no closure, such as torch.optim.AdamW or SGD",
+        PrepareError,
+    )
+    yield Need(
+        "optimizer-closure-in-tiers",
+        prepare,
+        {"closure": Is("needed"), "store": Is("tiered", "sharded", "lent")},
+        "optimizer {optimizer} calls the script's closure several times in a step, and with budgets of "
+        "memory a step is made chunk by chunk; leave out the budgets, or use an optimizer whose step() needs "
+        "no closure, such as torch.optim.AdamW or SGD",
+        PrepareError,
+    )
+    yield Need(
+        "optimizer-closure-skip",
+        prepare,
+        {"closure": Is("needed"), "sync.nonfinite": Is("skip")},
+        "optimizer {optimizer} calls the script's closure several times in a step, and sync.nonfinite 'skip' "
+        "cannot leave out a part of it; set sync.nonfinite to stop or allow",
         PrepareError,
     )
     yield Need(
@@ -569,12 +587,38 @@ def _of_models() -> Iterator[Need]:
         PrepareError,
     )
     yield Need(
+        "optimizer-complex-elsewhere",
+        prepare,
+        {"unit": Is("tensor"), "complex": Is(True), "sync": Is("bsp", "ssp", "asp", "peers")},
+        by_tensor
+        + "and strategy {run.strategy!r} steps complex parameters by their real views; use strategy "
+        "ring or hierarchical, or torch.optim.AdamW or SGD",
+        PrepareError,
+    )
+    yield Need(
+        "optimizer-modes",
+        prepare,
+        {"modes": Is(True), "sync": Is("bsp", "ssp", "asp", "peers")},
+        "optimizer {optimizer} changes parameters by its state in train() and eval(), and under strategy "
+        "{run.strategy!r} that state lies elsewhere; use strategy ring or hierarchical, or an optimizer "
+        "without them, such as torch.optim.AdamW or SGD",
+        PrepareError,
+    )
+    yield Need(
         "step-budgets",
         prepare,
         {"step": Given(), "store": IsNot("resident")},
         "session.prepare(step={step!r}): with budgets of memory a trial decides the unit of steps; leave out "
         "step, or the budgets",
         UserError,
+    )
+    yield Need(
+        "optimizer-sparse-elsewhere",
+        prepare,
+        {"sync": Is("bsp", "ssp", "asp", "peers"), "sparse": Given()},
+        "optimizer {optimizer} cannot step the dense sums of sparse gradients ({sparse}), which strategy "
+        "{run.strategy!r} makes; use strategy ring or hierarchical, or torch.optim.SGD or Adagrad",
+        PrepareError,
     )
     yield Need(
         "optimizer-unknown-elsewhere",

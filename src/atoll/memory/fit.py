@@ -214,7 +214,8 @@ def _check(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
         if type(parameter) not in (nn.Parameter, InitialisedParameter):
             kind = type(parameter).__name__
             raise PrepareError(f"parameter {name!r} is a {kind}; memory.fit takes plain nn.Parameters")
-    check_bindable({name: p for name, p in parameters.items() if type(p) is nn.Parameter})
+    plain = {name: p for name, p in parameters.items() if type(p) is nn.Parameter}
+    check_bindable(plain, in_tiers=True)
     devices = sorted({str(parameter.device) for parameter in parameters.values()})
     if len(devices) > 1:
         raise PrepareError(f"the model's parameters are on {' and '.join(devices)}; move them to one device")

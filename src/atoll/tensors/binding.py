@@ -9,6 +9,7 @@ own.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -24,11 +25,25 @@ def carve(storage: Tensor, offset: int, like: Tensor) -> Tensor:
     """Return a view with the shape and strides of `like`, at element `offset` of `storage` (1-D, contiguous).
 
     The view has a storage object of its own, which spans its elements alone. The memory lives as long as
-    either of the two tensors.
+    either of the two tensors. A complex `like` takes two elements for each of its own.
     """
-    view = torch.as_strided(storage.detach(), like.shape, like.stride(), storage.storage_offset() + offset)
+    shape, strides = real_form(like)
+    view = torch.as_strided(storage.detach(), shape, strides, storage.storage_offset() + offset)
     carved: Tensor = from_dlpack(to_dlpack(view))
-    return carved
+    return torch.view_as_complex(carved) if like.is_complex() else carved
+
+
+def real_form(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return shape and strides of a tensor; of a complex one, those of its real view (torch.view_as_real)."""
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    if not tensor.is_complex():
+        return shape, strides
+    return (*shape, 2), (*(2 * stride for stride in strides), 1)
+
+
+def real_of(tensor: Tensor) -> Tensor:
+    """Return a tensor; in place of a complex one its real view."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 class Buffer:
@@ -61,8 +76,8 @@ class BoundChunk:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the chunk's values."""
-        return self.parameters[0].dtype
+        """The dtype of the chunk's values; the real one if parameters are complex."""
+        return self.parameters[0].dtype.to_real()
 
     @property
     def flat(self) -> Tensor:
@@ -122,8 +137,8 @@ class BoundChunk:
     def check_kinds(self) -> None:
         """Raise BindingError, naming the parameter, if its dtype, device or size no longer fits the chunk."""
         for name, parameter, slot in zip(self.names, self.parameters, self.chunk.slots, strict=True):
-            fits = parameter.dtype == self.flat.dtype and parameter.device == self.flat.device
-            if not fits or parameter.numel() != slot.numel:
+            fits = parameter.dtype.to_real() == self.flat.dtype and parameter.device == self.flat.device
+            if not fits or math.prod(real_form(parameter)[0]) != slot.numel:
                 raise BindingError(_why_unbound(name, parameter, self.flat))
 
     @property
@@ -160,11 +175,11 @@ def specs_of(
     return [
         ParameterSpec(
             name=name,
-            shape=tuple(parameter.shape),
-            dtype=_short(parameter.dtype),
+            shape=real_form(parameter)[0],
+            dtype=_short(parameter.dtype.to_real()),
             trainable=parameter.requires_grad,
             settings=settings.get(parameter, ""),
-            strides=() if parameter.is_contiguous() else parameter.stride(),
+            strides=() if parameter.is_contiguous() else real_form(parameter)[1],
         )
         for name, parameter in parameters.items()
     ]
@@ -181,26 +196,30 @@ def bind_model(chunk_map: ChunkMap, parameters: Mapping[str, nn.Parameter]) -> l
         inside = [names[slot.parameter] for slot in chunk.slots]
         first = parameters[inside[0]]
         bound = BoundChunk(chunk, inside, [parameters[name] for name in inside])
-        bound.bind(torch.zeros(chunk.numel, dtype=first.dtype, device=first.device))
+        bound.bind(torch.zeros(chunk.numel, dtype=first.dtype.to_real(), device=first.device))
         chunks.append(bound)
     return chunks
 
 
 def check_usable(name: str, gradient: Tensor) -> None:
-    """Raise UserError for a gradient of the parameter `name` that cannot lie in a chunk."""
+    """Raise UserError for a gradient of the parameter `name` that cannot lie in tiers."""
     if gradient.requires_grad:
         raise UserError(
-            f"the gradient of {name!r} carries a graph of its own (backward with create_graph=True); "
-            "take second derivatives with torch.autograd.grad"
+            f"the gradient of {name!r} carries a graph of its own (backward with create_graph=True), which a "
+            "model with budgets of memory cannot hold; take second derivatives with torch.autograd.grad"
         )
     if gradient.layout != torch.strided:
         raise UserError(
-            f"the gradient of {name!r} is sparse, which chunks cannot hold; give its embedding sparse=False"
+            f"the gradient of {name!r} is sparse, which a model with budgets of memory cannot hold; give "
+            "its embedding sparse=False, or leave the budgets out"
         )
 
 
-def check_bindable(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise PrepareError, with a remedy, for the first parameter that cannot lie in a chunk."""
+def check_bindable(parameters: Mapping[str, nn.Parameter], *, in_tiers: bool = False) -> None:
+    """Raise PrepareError, with a remedy, for the first parameter that cannot lie in a chunk.
+
+    `in_tiers`: the chunks lie in tiers of memory.
+    """
     spans: list[tuple[int, int, str]] = []
     for name, parameter in parameters.items():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -222,10 +241,10 @@ def check_bindable(parameters: Mapping[str, nn.Parameter]) -> None:
             raise PrepareError(
                 f"parameter {name!r} is sparse; chunks hold dense parameters only, call to_dense()"
             )
-        if parameter.is_complex():
+        if parameter.is_complex() and in_tiers:
             raise PrepareError(
-                f"parameter {name!r} is {_short(parameter.dtype)}; hold it as a real parameter and "
-                "use torch.view_as_complex in forward"
+                f"parameter {name!r} is {_short(parameter.dtype)}, which budgets of memory do not hold; "
+                "leave them out, or make it a real parameter and use torch.view_as_complex in forward"
             )
         if not is_dense(parameter):
             raise PrepareError(

@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from operator import is_
 from typing import Any, TypeAlias
@@ -328,9 +329,8 @@ class ChunkState:
             if key in elementwise and isinstance(value, Tensor):
                 flat = self.elements.get(key)
                 if flat is None:
-                    flat = torch.zeros(
-                        self.chunk.chunk.extent, dtype=value.dtype, device=self.chunk.flat.device
-                    )
+                    dtype = value.dtype.to_real()
+                    flat = torch.zeros(self.chunk.chunk.extent, dtype=dtype, device=self.chunk.flat.device)
                     self.elements[key] = flat
                 view[key] = carve(flat, self.chunk.chunk.slots[slot].offset, self.chunk.parameters[slot])
                 view[key].copy_(value)
@@ -345,23 +345,29 @@ class StepHooks:
     """Functions around each optimizer step.
 
     `before()` runs first, `accept(gradients)` returns False to leave the step out, and `after()` runs last.
+    `mean(loss)` returns the workers' mean of a closure's result, after `before()`.
     """
 
     before: Callable[[], None]
     accept: Callable[[Sequence[Tensor]], bool]
     after: Callable[[], None]
+    mean: Callable[[Any], Any] = lambda loss: loss
 
 
 class ParameterOptimizer:
     """Calls the hooks around steps of `optimizer`, which steps its parameters itself, not segments.
 
-    `changed` is the way out if the script has changed the param groups.
+    `changed` is the way out if the script has changed the param groups. `calls_closure`: the optimizer itself
+    calls the closure, several times in a step. Each call gives it the workers' mean of the gradients, and
+    that of the loss.
     """
 
     changed = PREPARE_AGAIN
 
-    def __init__(self, optimizer: torch.optim.Optimizer, hooks: StepHooks) -> None:
-        self.optimizer, self._hooks = optimizer, hooks
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, hooks: StepHooks, *, calls_closure: bool = False
+    ) -> None:
+        self.optimizer, self._hooks, self._calls_closure = optimizer, hooks, calls_closure
         self._group_parameters = [list(group["params"]) for group in optimizer.param_groups]
         self._left_out = False  # the param groups are emptied for a step that was not accepted
         own_tensors(optimizer.state.values())
@@ -385,18 +391,31 @@ class ParameterOptimizer:
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self.restore()
+        if self._calls_closure:
+            check_groups(optimizer, self._group_parameters, way_out=self.changed)
+            return with_closure(args, kwargs, self._evaluated)
         if kwargs or len(args) > 1:
             args, kwargs = call_closure_now(args, kwargs)
         check_groups(optimizer, self._group_parameters, way_out=self.changed)
+        if not self._is_accepted():
+            self._leave_out()
+        return args, kwargs
+
+    def _evaluated(self, closure: Callable[[], Any]) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        self._is_accepted()  # the table of needs refuses the policy that would leave a step out
+        return self._hooks.mean(loss)
+
+    def _is_accepted(self) -> bool:
+        """Have the gradients reduced; return True if the step is to be made with them."""
         self._hooks.before()
         gradients = []
         for parameters in self._group_parameters:
             for parameter in parameters:
                 if (gradient := parameter.grad) is not None:
                     gradients.append(gradient)
-        if not self._hooks.accept(gradients):
-            self._leave_out()
-        return args, kwargs
+        return self._hooks.accept(gradients)
 
     def loading(self) -> AbstractContextManager[None]:
         """Return an empty context: a load by the session needs no preparation."""
@@ -589,7 +608,8 @@ class ChunkOptimizer:
         elementwise: keys of per-element state, from `unit_of`.
         hooks: the functions around each step.
         gradients: returns a chunk's gradients as a flat tensor, and for each slot whether there is one (zeros
-            if not); called after `hooks.before`.
+            if not); called after `hooks.before`. None: a gradient is sparse. From then on the optimizer steps
+            the parameters themselves, by their `p.grad`.
         by_tensor: segments are whole parameters, each of its own shape.
     """
 
@@ -599,7 +619,7 @@ class ChunkOptimizer:
         chunks: Sequence[BoundChunk],
         elementwise: set[str],
         hooks: StepHooks,
-        gradients: Callable[[BoundChunk], tuple[Tensor, tuple[bool, ...]]],
+        gradients: Callable[[BoundChunk], tuple[Tensor, tuple[bool, ...]] | None],
         *,
         by_tensor: bool = False,
     ) -> None:
@@ -610,6 +630,7 @@ class ChunkOptimizer:
         self._group_of_chunk = [group_of[state.chunk.parameters[0]] for state in self._states]
         self._elementwise = elementwise
         self._user_state: defaultdict[Any, Any] | None = None  # the optimizer's own state during an exchange
+        self._by_parameter = False  # True: no segments any more
         self._import()
         self._handles: list[Handle] = [
             AroundStep(optimizer, self._exchange, self._exchange_back),
@@ -627,11 +648,15 @@ class ChunkOptimizer:
         self.restore()
         if self._state_was_replaced():
             self._import()
-        for chunk_state in self._states:
-            chunk_state.dissolve()
-        self._publish()
+        self._give_up_segments()
         for handle in self._handles:
             handle.remove()
+
+    def _give_up_segments(self) -> None:
+        if not self._by_parameter:
+            for chunk_state in self._states:
+                chunk_state.dissolve()
+            self._publish()
 
     def loading(self) -> AbstractContextManager[None]:
         """Return an empty context: a load by the session needs no preparation."""
@@ -679,6 +704,9 @@ class ChunkOptimizer:
     def _import(self) -> None:
         """Take over the optimizer's state as it stands: at the start, and after `load_state_dict`."""
         self.restore()
+        if self._by_parameter:
+            own_tensors(self.optimizer.state.values())
+            return
         for chunk_state in self._states:
             chunk_state.segments, chunk_state.present = [], None
             chunk_state.elements.clear()
@@ -703,11 +731,19 @@ class ChunkOptimizer:
         if self._state_was_replaced():
             self._import()
         self._hooks.before()
+        found = [] if self._by_parameter else [self._gradients(state.chunk) for state in self._states]
+        dense = [each for each in found if each is not None]
+        if self._by_parameter or len(dense) < len(found):
+            self._give_up_segments()
+            self._by_parameter = True
+            self._begin_by_parameter()
+            return args, kwargs
         segments: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
         flat_state: defaultdict[Any, Any] = defaultdict(dict)
         buffers = []
-        for chunk_state, group in zip(self._states, self._group_of_chunk, strict=True):
-            buffer, present = self._gradients(chunk_state.chunk)
+        for chunk_state, group, (buffer, present) in zip(
+            self._states, self._group_of_chunk, dense, strict=True
+        ):
             if present != chunk_state.present:
                 chunk_state.cut(present, bool(optimizer.param_groups[group].get("fused")))
             buffers.append(buffer)
@@ -724,10 +760,22 @@ class ChunkOptimizer:
             group_dict["params"] = flats if accepted else []
         return args, kwargs
 
+    def _begin_by_parameter(self) -> None:
+        """Let the optimizer step its parameters, or none of them if the step is not accepted."""
+        parameters = [parameter for group in self._group_parameters for parameter in group]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if not self._hooks.accept(gradients):
+            self._user_state = self.optimizer.state  # `restore` refills the groups
+            for group in self.optimizer.param_groups:
+                group["params"] = []
+
     def _exchange_back(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         """The step's post-hook: segments out, parameters and state in."""
         flat_state = optimizer.state
         self.restore()
+        if self._by_parameter:
+            self._hooks.after()
+            return
         changed = False
         stepped: list[Tensor] = []
         for chunk_state in self._states:
@@ -746,7 +794,7 @@ class ChunkOptimizer:
     def _state_was_replaced(self) -> bool:
         """True if the script has cleared the optimizer's state, replaced entries or overwritten values."""
         state = self.optimizer.state
-        for chunk_state in self._states:
+        for chunk_state in self._states if not self._by_parameter else ():
             if chunk_state.is_edited():
                 return True
             parameters, slots = chunk_state.chunk.parameters, chunk_state.slots
@@ -827,9 +875,16 @@ def call_closure_now(args: tuple[Any, ...], kwargs: State) -> tuple[tuple[Any, .
         return args, kwargs
     with torch.enable_grad():
         loss = closure()
+    return with_closure(args, kwargs, lambda _: loss)
+
+
+def with_closure(
+    args: tuple[Any, ...], kwargs: State, evaluate: Callable[[Callable[[], Any]], Any]
+) -> tuple[tuple[Any, ...], State]:
+    """Return the arguments of `step` with a closure that returns `evaluate` of the script's closure."""
     if "closure" in kwargs:
-        return args, {**kwargs, "closure": lambda: loss}
-    return (args[0], lambda: loss, *args[2:]), kwargs
+        return args, {**kwargs, "closure": partial(evaluate, kwargs["closure"])}
+    return (args[0], partial(evaluate, args[1]), *args[2:]) if len(args) > 1 else args, kwargs
 
 
 def own_tensors(states: Iterable[State]) -> None:

@@ -15,6 +15,9 @@ import torch
 
 from atoll.core.errors import UserError
 from atoll.tensors.elementwise import MovesDataError, NotElementwiseError, elementwise_state_keys, tried_alike
+from atoll.tensors.steptrials import steps_complex_as_real
+
+_COMPLEX = "it steps complex parameters otherwise than their real views"
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,11 @@ class Unit:
         return bool(self.why)
 
     @property
+    def calls_closure(self) -> bool:
+        """True if a step of the optimizer needs a closure, which it calls itself."""
+        return "closure" in self.facts
+
+    @property
     def keeps_state(self) -> bool:
         """True if an optimizer without its state goes on otherwise than with it."""
         return self.by_tensor or bool(self.keys)
@@ -54,12 +62,16 @@ def unit_of(
 
     Raises UserError for another word, and for "element" where the optimizer cannot step flat parameters.
     """
-    facts = {"optimizer": type(optimizer).__name__}
+    facts: dict[str, Any] = {"optimizer": type(optimizer).__name__}
     if asked is not None:
         facts["step"] = asked
+    if any(parameter.is_complex() for group in optimizer.param_groups for parameter in group["params"]):
+        facts["complex"] = True
     closure = signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is Parameter.empty:
         facts["closure"] = "needed"
+    if all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")):  # schedule-free ones
+        facts["modes"] = True
     if asked not in (None, "element", "tensor"):
         raise UserError(
             f"session.prepare(step={asked!r}): the unit is 'element' or 'tensor'; leave step out, and "
@@ -86,6 +98,8 @@ def unit_of(
                 f"({error}); leave step out, or give 'tensor'"
             ) from None
         return Unit(set(), str(error), {**facts, "unit": "tensor", "why": str(error)})
+    if asked is None and "complex" in facts and not steps_complex_as_real(optimizer):
+        return Unit(set(), _COMPLEX, {**facts, "unit": "tensor", "why": _COMPLEX})
     if asked == "tensor":
         return Unit(set(), "step='tensor'", {**facts, "unit": "tensor", "why": "step='tensor'"})
     return Unit(keys, facts={**facts, "unit": "element"})

@@ -16,11 +16,12 @@ import torch
 
 from atoll.axes.cells import Cell, GroupKind, Others, cell_of, choices_in
 from atoll.axes.choices import Choices
-from atoll.axes.needs import check
+from atoll.axes.needs import check, refusal
 from atoll.core.config import STRATEGIES, Config
 from atoll.core.heap import keep_freed_memory
 from atoll.core.memory import Memory
 from atoll.exchange.codecs import codec_named
+from atoll.tensors.steptrials import why_not_dense
 from atoll.tensors.stepunit import Unit, unit_of
 from atoll.train.api.device import device_of
 from atoll.train.api.meter import Meter
@@ -164,7 +165,25 @@ class Runtime:
         """
         unit = unit_of(optimizer, asked, self.device)
         check("prepare", self.choices(config, given, **unit.facts))
+        if unit.by_tensor:
+            self.check_sparse(config, given, optimizer, sparse=False)
         return unit
+
+    def check_sparse(
+        self, config: Config, given: Memory | None, optimizer: torch.optim.Optimizer, *, sparse: bool = True
+    ) -> None:
+        """Raise PrepareError if the steps are made elsewhere, and dense gradients cannot take the place of
+        sparse ones there.
+
+        `sparse`: the model has sparse gradients. Else the question is only whether the optimizer takes dense
+        ones.
+        Raises the optimizer's own error if it takes no sparse gradient.
+        """
+        known = {"optimizer": type(optimizer).__name__}
+        if refusal("prepare", self.choices(config, given, sparse="untried", **known)) is not None:
+            why = why_not_dense(optimizer, sparse=sparse)
+            if why:
+                check("prepare", self.choices(config, given, sparse=why, **known))
 
     def tiers(self, config: Config, given: Memory | None, **facts: Any) -> Tiers | None:
         """Return the place of the next model in budgets: those `given`, else those of `[memory]`. None: no

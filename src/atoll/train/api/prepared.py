@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from operator import attrgetter
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -63,7 +62,6 @@ _DROPPED = (
     "such a hook updates parameters by itself, the workers' models part: let the prepared optimizer step, "
     "after backward"
 )
-_IS_SPARSE = attrgetter("is_sparse")
 _BEFORE = "make the change before session.prepare"
 _EDITED = (
     "all gradients were changed between a backward under no_sync and {}, {}; they are this worker's own, and "
@@ -147,6 +145,7 @@ class Prepared:
         unit_of: Callable[[torch.optim.Optimizer, str | None], Unit],
         more: MoreData,
         joint_norms: bool,
+        check_sparse: Callable[[torch.optim.Optimizer], None],
         step: str | None,
         may_change: bool = False,
     ) -> None:
@@ -161,16 +160,19 @@ class Prepared:
             self._unwatch_zeroing = watch_zeroing(self._note_zeros)
         self._others = not workers.alone
         self.samples = SampleCount(more)
+        self._contributed = ContributionWeight(0.0, 0.0)  # this worker's, to the latest reduction
         # The latest backward that reached a forward, and the latest that left gradients:
         self._reached_in = self._came_in = -1
         self._closed = self._ready = False
         self._sync_norms: SyncNorms | None = None
         _refuse_wrapped(self.module)
-        _refuse_sparse(self.module)
+        sparse = _first_sparse(self.module)
+        if sparse and tiers is not None:
+            _refuse_sparse(sparse)
         if not workers.alone:
             self._sync_norms = SyncNorms(self.module, device, workers.place.world, more, joint=joint_norms)
         self.parameters = dict(self.module.named_parameters())
-        check_bindable(self.parameters)
+        check_bindable(self.parameters, in_tiers=tiers is not None)
         refuse_apart(self.module, store="sharded" if tiers is not None and tiers.has_members else "resident")
         _to_device(self.module, self.parameters, device)
         settings = _settings(optimizers, self.parameters)
@@ -189,6 +191,10 @@ class Prepared:
         )
         check_same(workers, described)
         units = [unit_of(each, step) for each in optimizers]
+        self._check_sparse = check_sparse
+        for optimizer in optimizers if sparse else ():
+            check_sparse(optimizer)
+        self._looks_for_sparse = strategy.brings_parameters and not sparse and tiers is None
         epochs_mixed = partial(tells.warn_together, "epochs")
         lies: Tiers | Whole = Whole()
         in_tiers = None if tiers is None else tiers.strategy(model, optimizers[0])
@@ -449,6 +455,7 @@ class Prepared:
         self._backward.arm()
 
     def _committed(self, own: ContributionWeight, _group_samples: float) -> None:
+        self._contributed = own
         for each in self.sets:
             each.own_samples += own.samples
             each.reduced()
@@ -456,6 +463,17 @@ class Prepared:
                 forget_scale(each.optimizer)
         self.samples.use(alike=self.reducer.count_alike)
         self._batches.whole()
+        if self._looks_for_sparse:
+            self._look_for_sparse()
+
+    def _look_for_sparse(self) -> None:
+        """Raise an error if gradients are sparse that no layer has announced, and the optimizers, which step
+        elsewhere, cannot step dense ones in their place."""
+        gradients = (each for bound in self._trained_chunks for each in self.reducer.sum.gradients.own(bound))
+        if any(each is not None and each.is_sparse for each in gradients):
+            self._looks_for_sparse = False
+            for optimizer in self.optimizers:
+                self._check_sparse(optimizer)
 
     def _follows(self, of: StepSet) -> bool:
         """True if an optimizer is left to step gradients that another optimizer has stepped already."""
@@ -512,8 +530,6 @@ class Prepared:
         The reduced gradients are equal on all workers, so all decide alike. Raises NonFiniteGradientError
         under the policy `stop`.
         """
-        if any(map(_IS_SPARSE, gradients)):
-            self.reducer.check_gradients()
         if self.config.sync.nonfinite == "allow":
             return True
         finite = self._norms.are_finite(gradients)
@@ -545,6 +561,15 @@ class Prepared:
         found = self._workers.gather(own[:1], "the workers' gradients that are not finite")
         ranked = zip(self._workers.ranks, found, strict=True)
         return _blamed([f"{names[0]!r} on worker {rank}" for rank, names in ranked if names])
+
+    def mean_loss(self, loss: Any) -> Any:
+        """Return the workers' mean of a loss, weighted as its gradients were. A collective."""
+        if not self._others:
+            return loss
+        own = self._contributed
+        weight = own.counts_alike if self.reducer.count_alike else own.weight
+        mean = self._workers.reduce(float(loss), "mean", weight, "the closure's loss")
+        return loss.detach().new_tensor(mean) if isinstance(loss, Tensor) else mean
 
     def after_step(self, of: StepSet) -> None:
         """Follow an optimizer's step. The first step of an iteration's gradients ends the iteration."""
@@ -642,11 +667,16 @@ def _refuse_wrapped(module: nn.Module) -> None:
         )
 
 
-def _refuse_sparse(module: nn.Module) -> None:
+def _first_sparse(module: nn.Module) -> str:
+    """Return the name of the first parameter whose layer gives it sparse gradients; empty for none."""
     for name, part in module.named_modules():
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
-            parameter = f"{name}.weight" if name else "weight"
-            raise PrepareError(
-                f"parameter {parameter!r} gets sparse gradients, which chunks cannot hold; build "
-                f"{name or 'it'!r} with sparse=False"
-            )
+            return f"{name}.weight" if name else "weight"
+    return ""
+
+
+def _refuse_sparse(parameter: str) -> None:
+    raise PrepareError(
+        f"parameter {parameter!r} gets sparse gradients, which a model with budgets of memory cannot hold; "
+        "build its layer with sparse=False, or leave the budgets out"
+    )

@@ -242,6 +242,7 @@ class Session:
                 unit_of=partial(runtime.unit, self.config, memory),
                 more=self._more,
                 joint_norms=runtime.others == "local" and runtime.member is None,
+                check_sparse=partial(runtime.check_sparse, self.config, memory),
                 step=step,
                 may_change=may_change,
             )

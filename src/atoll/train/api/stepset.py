@@ -8,7 +8,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,9 @@ class SteppedModel(Protocol):
     def after_step(self, of: StepSet) -> None:
         """Act after this optimizer has stepped."""
 
+    def mean_loss(self, loss: Any) -> Any:
+        """Return the workers' mean of a loss whose gradients were just reduced."""
+
 
 class StepSet:
     """The parameters that one optimizer steps.
@@ -61,7 +64,7 @@ class StepSet:
         watch: GradientWatch | None = None,
     ) -> None:
         self._model, self.optimizer, self.unit, self._watch = model, optimizer, unit, watch
-        self.hooks = StepHooks(self._before, self._accept, self._after)
+        self.hooks = StepHooks(self._before, self._accept, self._after, model.mean_loss)
         self.own_samples = 0.0
         self.waits = self.follows = False
 

@@ -20,9 +20,10 @@ from atoll.core.stands import Stand, decode_stand, describe_mismatch, encode_sta
 from atoll.core.weighing import GUESSED, KNOWN, Certainty, beyond, counted, counts_unlike, excess_line
 from atoll.core.weighing import SAID as SAID_OF_WEIGHT
 from atoll.tensors.binding import BoundChunk
+from atoll.tensors.sparse import rows_in, union
 from atoll.train.checkpoint.buffers import ModelBuffers
 from atoll.train.gradients.alike import SAID, TreatmentReport, Treatments, are_alike, refuse_unlike
-from atoll.train.gradients.messages import HEAD
+from atoll.train.gradients.messages import HEAD, Bucket, Rows
 from atoll.train.gradients.reducer import Calls
 from atoll.train.gradients.samples import ContributionWeight
 from atoll.train.gradients.sums import SummedReducer
@@ -66,7 +67,7 @@ class Ballot:
         Args:
             own: this member's contribution.
             bounds: the chunks; the report says which of their gradients are present here.
-            dirty: for each message 1 if a gradient changed after the message had left, else 0.
+            dirty: for each message, what this member reports of it (`Bucket.says`).
             awaited: True if this member knows of newcomers.
         """
         here = tuple([p.grad is not None for bound in bounds for p in bound.parameters])
@@ -148,6 +149,24 @@ class Ballot:
         said = gather_bytes(ring.agreement, msgspec.msgpack.encode(own), what)
         names = [ring.place.name_of(rank) for rank in range(ring.world)]
         return refuse_unlike([from_msgpack(one, TreatmentReport) for one in said], names)
+
+    def share_rows(self, own: ContributionWeight, agreed: Agreement, messages: Sequence[Bucket]) -> None:
+        """Exchange the rows of sparse gradients, of which the reports have only that there are some. A
+        collective."""
+        chunks = [
+            c for m, here in zip(messages, agreed.sparse_messages, strict=True) if here for c in m.chunks
+        ]
+        slots = [(c, index) for c in chunks for index in range(len(c.bound.parameters))]
+        mine = [rows_in(c.own()[index]) if own.weight > 0 else b"" for c, index in slots]
+        what = f"the rows of sparse gradients in iteration {self._owner.steps}"
+        said = gather_bytes(self._ring.agreement, msgspec.msgpack.encode(mine), what)
+        everyone = [from_msgpack(each, list[bytes | None]) for each in said]
+        agreed.rows = {}
+        for (chunk, index), packed in zip(slots, zip(*everyone, strict=True), strict=True):
+            parameter = chunk.bound.parameters[index]
+            rows = union(packed, len(parameter)) if any(packed) and parameter.dim() else None
+            if rows is not None:
+                agreed.rows.setdefault(chunk.bound.chunk.id, {})[index] = rows
 
     def tell_beside(self, own: ContributionWeight, agreed: Agreement) -> None:
         """Exchange the data that has no room in an agreement (see the function `tell_beside`). A
@@ -307,6 +326,9 @@ class Agreement:
         dirty_messages: for each message, True if a gradient changed after the message had left on some
             worker.
         dirty: True if any message is dirty.
+        sparse_messages: for each message, True if a gradient is sparse on some worker.
+        rows: by chunk and slot, the rows that any worker has, for parameters whose gradient is sparse on all
+            workers that have one.
         present: for each chunk and each of its parameters, True if any worker has a gradient.
         shares: all workers' reports on their shares of a batch.
         buffers: the sums of the reports on buffers.
@@ -319,8 +341,11 @@ class Agreement:
         self.alike = are_alike(summed[HEAD - SAID : HEAD])
         self.beside = _NOTHING
         self.newcomers, self.more = newcomers > 0, more > 0
-        self.dirty_messages = [count > 0 for count in summed[HEAD : HEAD + messages]]
+        said = summed[HEAD : HEAD + messages]
+        self.dirty_messages = [count >= 1 for count in said]
         self.dirty = any(self.dirty_messages)
+        self.sparse_messages = [bool(count % 1) for count in said]
+        self.rows: Rows = {}
         self.present: list[list[bool]] = []
         start = HEAD + messages
         for count in slots:

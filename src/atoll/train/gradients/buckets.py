@@ -72,6 +72,10 @@ class Buckets(OwnGradients):
         for chunk in self.chunks.values():
             chunk.kept = []
 
+    def drop_graphs(self) -> None:
+        for chunk in self.chunks.values():
+            chunk.drop_graphs()
+
     def abandon(self) -> None:
         if self._left:
             raise RunError(
@@ -83,10 +87,12 @@ class Buckets(OwnGradients):
     def own(self, bound: BoundChunk) -> list[Tensor | None]:
         return self.chunks[bound.chunk.id].own()
 
-    def flat_gradients(self, bound: BoundChunk) -> tuple[Tensor, tuple[bool, ...]]:
-        """Return a chunk's published gradients, (extent,), and for each slot whether it has one."""
+    def flat_gradients(self, bound: BoundChunk) -> tuple[Tensor, tuple[bool, ...]] | None:
+        """Return a chunk's published gradients, (extent,), and for each slot whether it has one. None: one is
+        sparse."""
         chunk = self.chunks[bound.chunk.id]
-        return chunk.published.flat, chunk.collect()
+        present = chunk.collect()
+        return None if chunk.shows_sparse else (chunk.published.flat, present)
 
     def _hook(self, message: Bucket, chunk: BucketChunk, index: int) -> Callable[..., None]:
         parameter, came = chunk.bound.parameters[index], self._owner.came

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from atoll.memory.exchanged import Exchanged
 from atoll.memory.sharded import Sharded
 from atoll.tensors.finite import is_finite
+from atoll.tensors.sparse import values_in
 from atoll.tensors.torch_compat import seem_finite, version_of
 
 _SMALL = 2**16  # elements of gradients up to which it is quicker to write them than to make a tensor
@@ -42,7 +43,8 @@ class GradientNorm:
 
     def measure(self, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Return the norm, and leave the gradients unchanged."""
-        norm = torch.nn.utils.get_total_norm(self._gradients(), norm_type, error_if_nonfinite)
+        values = list(map(values_in, self._gradients()))
+        norm = torch.nn.utils.get_total_norm(values, norm_type, error_if_nonfinite)
         if norm.device.type == "cpu" and not math.isfinite(norm):
             self.culprit = self._first_nonfinite()  # once clipped, every gradient is NaN
         self._remember_finite(norm, norm_type)
@@ -147,6 +149,7 @@ def all_finite(gradients: Sequence[Tensor]) -> bool:
         elements += gradient.numel() if type(gradient) is Tensor and gradient.is_cpu else _SMALL
     if elements < _SMALL and seem_finite(gradients):
         return True
+    gradients = list(map(values_in, gradients))
     if all(gradient.element_size() >= 4 for gradient in gradients):
         number = torch.nn.utils.get_total_norm(gradients)
     else:  # half precision would overflow

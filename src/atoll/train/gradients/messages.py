@@ -8,18 +8,23 @@ at the end of the last message.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from atoll.core.weighing import SAID as SAID_OF_WEIGHT
-from atoll.tensors.binding import BoundChunk, Buffer, check_usable
+from atoll.tensors.binding import BoundChunk, Buffer
+from atoll.tensors.sparse import check_summable, rows_of, write
 from atoll.tensors.torch_compat import copy_all
 from atoll.train.gradients.alike import SAID
 from atoll.train.group.channel import Pending
 
+# By chunk id and slot: the rows that a sparse gradient has.
+Rows: TypeAlias = dict[int, dict[int, Tensor]]
+_NO_ROWS: Mapping[int, Tensor] = {}
+SPARSE = 2.0**-12  # in a sum over fewer workers than 4,096 it stays below 1, and a float32 holds the sum
 _ALIGNMENT = 64  # bytes: a cache line, at which the kernels of torch's fused optimizers begin
 
 
@@ -39,22 +44,27 @@ class BucketChunk:
         self.missing = len(bound.parameters)
         self.taken = 0  # number of this backward's gradients that are in the published buffer, scaled
         self.late = False  # True: wait for the end of backward, since gradients come more than once
+        self._odd = False  # a gradient of the iteration is sparse, or carries a graph
+        self.shows_sparse = False  # `collect` has found a sparse gradient
+        self._with_graph: list[int] = []  # slots whose shown mean carries a graph
 
     def begin(self) -> None:
+        self._odd = False
         if self.missing < len(self.fired):
             self.fired = [False] * len(self.fired)
             self.missing = len(self.fired)
         self.taken = 0
 
     def check(self, index: int, gradient: Tensor | None) -> None:
-        """Raise an error for a gradient that the published buffer cannot take. `index` is the parameter's
-        slot."""
+        """Raise an error for a gradient that the published buffer cannot take, and notice one that it takes
+        otherwise than most. `index` is the parameter's slot."""
         view = self.published.views[index]
         if gradient is not None and gradient is not view:
             if gradient.dtype != view.dtype:
                 self.bound.check()
             if gradient.requires_grad or gradient.layout != torch.strided:
-                check_usable(self.bound.names[index], gradient)
+                check_summable(self.bound.names[index], gradient)
+                self._odd = True
 
     def move(self, flat: Tensor) -> None:
         """Reduce in other memory from now on. This worker's own gradients stay where they are, and are taken
@@ -74,6 +84,11 @@ class BucketChunk:
             return
         if gradient is view:  # autograd has added to the mean of the last reduction
             gradient = self.bound.parameters[index].grad = gradient.clone()
+        if self._odd:
+            gradient = gradient.detach()
+            if gradient.is_sparse:
+                write(view, gradient, scale)
+                return
         torch.mul(gradient, scale, out=view)
 
     def settle(self, scale: float) -> None:
@@ -90,7 +105,7 @@ class BucketChunk:
             self.check(index, gradient)
             if gradient is not None and gradient is not views[index]:
                 own.append(gradient)
-        if len(own) == len(views) and scale != 0:  # two calls for all slots
+        if len(own) == len(views) and scale != 0 and not self._odd:  # two calls for all slots
             copy_all(views, own)
             if scale != 1.0:
                 self.published.flat.mul_(scale)
@@ -103,11 +118,33 @@ class BucketChunk:
         left."""
         self.late, self.taken = True, 0
 
-    def publish(self, present: Sequence[bool]) -> None:
+    def publish(self, present: Sequence[bool], rows: Mapping[int, Tensor] = _NO_ROWS) -> None:
         """Let `p.grad` show the published values for each slot that is `present`, and keep this worker's own
-        gradients."""
+        gradients.
+
+        `rows` has the slots whose `p.grad` becomes sparse, and its rows. A gradient that carries a graph
+        keeps its graph, with the published values. The mean over the workers of a function's derivatives at
+        it is then the derivative at the mean.
+        """
         self.kept = [parameter.grad for parameter in self.bound.parameters]
         self.show(present)
+        for index, here in rows.items():
+            self.bound.parameters[index].grad = rows_of(self.published.views[index], here)
+        for index, own in enumerate(self.kept) if self._odd else ():
+            if own is not None and own.requires_grad and not own.is_sparse:
+                with torch.enable_grad():
+                    value = self.published.views[index]
+                    self.bound.parameters[index].grad = own + (value - own.detach())
+                self._with_graph.append(index)
+
+    def drop_graphs(self) -> None:
+        """Let `p.grad` show plain values again, where `publish` has given it a graph."""
+        with_graph, self._with_graph = self._with_graph, []
+        for index in with_graph:
+            parameter, view = self.bound.parameters[index], self.published.views[index]
+            if parameter.grad is not None and parameter.grad.requires_grad:
+                view.copy_(parameter.grad.detach())
+                parameter.grad = view
 
     def show(self, present: Sequence[bool]) -> None:
         """Let `p.grad` show the published values for each slot that is `present`, and None for the others.
@@ -116,6 +153,12 @@ class BucketChunk:
         """
         for parameter, view, here in zip(self.bound.parameters, self.published.views, present, strict=True):
             parameter.grad = view if here else None
+
+    def has_sparse(self) -> bool:
+        """True if one of this worker's own gradients is sparse."""
+        if self.taken == len(self.fired) and not self._odd:  # all were checked
+            return False
+        return any(each is not None and each.is_sparse for each in self.own())
 
     def slots(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Return pairs of each parameter and its view in the published buffer."""
@@ -127,13 +170,19 @@ class BucketChunk:
 
     def collect(self) -> tuple[bool, ...]:
         """Bring gradients that the script has replaced back into the published buffer; return which slots
-        have one."""
+        have one. Sparse ones stay as they are."""
+        self.shows_sparse = False
         for parameter, view in zip(self.bound.parameters, self.published.views, strict=True):
             gradient = parameter.grad
             if gradient is None:
                 view.zero_()  # an earlier iteration may have left values there
-            elif gradient is not view:
-                view.copy_(gradient)
+            elif gradient is view:
+                continue
+            elif gradient.is_sparse:
+                write(view, gradient)
+                self.shows_sparse = True
+            else:
+                view.copy_(gradient.detach())
                 parameter.grad = view
         return tuple(parameter.grad is not None for parameter in self.bound.parameters)
 
@@ -168,6 +217,12 @@ class Bucket:
     def ready(self) -> bool:
         """True if all of its gradients have come, each once."""
         return not any(chunk.missing or chunk.late for chunk in self.chunks)
+
+    def says(self) -> float:
+        """Return what this worker reports of the message: 1 if a gradient changed after it had left, and
+        SPARSE more if a gradient is sparse."""
+        is_sparse = any(chunk.has_sparse() for chunk in self.chunks)
+        return float(self.dirty) + SPARSE * is_sparse
 
     @property
     def id(self) -> int:

@@ -197,10 +197,6 @@ class Reducer:
         """Note that backward number `backward` is about to count a batch. -1: a forward counts it, outside of
         any backward."""
 
-    def check_gradients(self) -> None:
-        """Raise UserError, naming the parameter, for a sparse gradient. Here: do nothing, as the sum checks
-        it."""
-
     def came(self, *_: object) -> None:
         """Note that autograd has delivered a gradient."""
         backward = backward_under_way()

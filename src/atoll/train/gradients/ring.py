@@ -26,7 +26,7 @@ from atoll.tensors.settings import Settings
 from atoll.train.gradients.agreement import Agreement, Ballot
 from atoll.train.gradients.alike import Treatments, are_alike
 from atoll.train.gradients.buckets import Buckets
-from atoll.train.gradients.messages import Bucket, BucketChunk, Tail, lay_messages
+from atoll.train.gradients.messages import Bucket, BucketChunk, Rows, Tail, lay_messages
 from atoll.train.gradients.reducer import Calls, Reducer
 from atoll.train.gradients.samples import ContributionWeight
 from atoll.train.gradients.scaling import Scaling
@@ -74,9 +74,12 @@ class Carrier(Protocol):
     def ids(self) -> list[int]:
         """The ids of the messages, in the order in which they leave."""
 
-    def dirty(self) -> list[float]:
-        """Return for each message 1 if a gradient changed after the message had left, else 0. Empty: none can
-        change."""
+    def said(self) -> list[float]:
+        """Return this member's report on each message (`Bucket.says`). Empty: there is nothing to report."""
+
+    def share_rows(self, own: ContributionWeight, agreed: Agreement, ballot: Ballot) -> None:
+        """Find out which rows sparse gradients have, if the members' reports say that there are some. A
+        collective."""
 
     def anew(self) -> None:
         """Begin the iteration again in another ring. The former ring may still write into the memory of
@@ -92,12 +95,13 @@ class Carrier(Protocol):
     def carry_again(self, scale: float, dirty: Sequence[bool] | None) -> None:
         """Sum again the messages that are `dirty`; None: all of them, because `scale` has changed."""
 
-    def publish(self, factor: float, present: Sequence[Sequence[bool]], *, apart: bool) -> None:
+    def publish(self, factor: float, present: Sequence[Sequence[bool]], rows: Rows, *, apart: bool) -> None:
         """Multiply the sums by `factor`, and let `p.grad` show them if any member has a gradient there.
 
         Args:
             factor: the factor that makes the sums a mean.
             present: for each chunk and each of its slots, True if any member has a gradient.
+            rows: of the gradients that are shown as sparse ones.
             apart: True to leave this member's own gradients where they are.
         """
 
@@ -108,9 +112,9 @@ class Carrier(Protocol):
         """Let messages leave in this order of their ids from now on; empty: in the order in which they were
         laid out."""
 
-    def flat_gradients(self, bound: BoundChunk) -> tuple[Tensor, tuple[bool, ...]]:
+    def flat_gradients(self, bound: BoundChunk) -> tuple[Tensor, tuple[bool, ...]] | None:
         """Return a chunk's gradients as the script has left them, (extent,), and for each slot whether it has
-        one."""
+        one; None if one is sparse."""
 
 
 # Makes a Carrier, given the sum, its owner, the chunks, and the nodes that accumulate their gradients.
@@ -270,6 +274,8 @@ class RingSum(GroupSum):
                 dirty = None
             self.carrier.carry_again(scaling.of(own), dirty)
             agreed = self._read(own, self._ballot.sum(self._said(own)))
+        if self.shows_mean:
+            self.carrier.share_rows(own, agreed, self._ballot)
         self._ballot.tell_beside(own, agreed)
         points.reach("ring.agreed", self.steps)
         order = self._measured_order()
@@ -278,7 +284,7 @@ class RingSum(GroupSum):
 
     def _said(self, own: ContributionWeight) -> list[float]:
         awaited = self._number == 0 and self.ring.is_awaited
-        return self._ballot.said(own, self.carrier.bounds, self.carrier.dirty(), awaited=awaited)
+        return self._ballot.said(own, self.carrier.bounds, self.carrier.said(), awaited=awaited)
 
     def _read(self, own: ContributionWeight, summed: list[float]) -> Agreement:
         return self._ballot.agreed(own, summed, self.carrier.bounds, len(self.carrier.ids))
@@ -294,9 +300,9 @@ class RingSum(GroupSum):
                 "session.weight must be above 0 on a worker that has gradients"
             )
         if agreed.weight > 0:
-            self.carrier.publish(self.scaling.after(agreed), agreed.present, apart=apart)
+            self.carrier.publish(self.scaling.after(agreed), agreed.present, agreed.rows, apart=apart)
         else:
-            self.carrier.publish(1.0, [[False] * len(row) for row in agreed.present], apart=apart)
+            self.carrier.publish(1.0, [[False] * len(row) for row in agreed.present], {}, apart=apart)
 
     def _measured_order(self) -> list[int]:
         """Return, once, the ids of messages in the order in which they became complete on worker 0; else an
@@ -328,6 +334,7 @@ class RingSum(GroupSum):
             self._treatments.followed()
         else:
             self._treatments.steps()
+        self.gradients.drop_graphs()
 
     def clipped(self, max_norm: float, norm_type: float) -> None:
         self._treatments.clipped(max_norm, norm_type)
@@ -405,8 +412,12 @@ class RingBuckets(Buckets):
     def gradients(self) -> OwnGradients:
         return self
 
-    def dirty(self) -> list[float]:
-        return [float(message.dirty) for message in self.order]
+    def said(self) -> list[float]:
+        return [message.says() for message in self.order]
+
+    def share_rows(self, own: ContributionWeight, agreed: Agreement, ballot: Ballot) -> None:
+        if any(agreed.sparse_messages):
+            ballot.share_rows(own, agreed, self.order)
 
     def measured(self) -> list[int]:
         return self._arrivals
@@ -467,13 +478,13 @@ class RingBuckets(Buckets):
             self._send(message, scale)
         self._wait(again)
 
-    def publish(self, factor: float, present: Sequence[Sequence[bool]], *, apart: bool) -> None:
+    def publish(self, factor: float, present: Sequence[Sequence[bool]], rows: Rows, *, apart: bool) -> None:
         del apart  # own gradients are kept in the tensors that autograd made
         for message in self.order:
             if factor != 1.0:
                 message.gradients.mul_(factor)
         for chunk, here in zip(self._laid, present, strict=True):
-            chunk.publish(here)
+            chunk.publish(here, rows.get(chunk.bound.chunk.id, {}))
 
     def begin(self) -> None:
         super().begin()
@@ -526,8 +537,9 @@ class RingReducer(Reducer):
         """Reduce in messages of at least `message_bytes`; `options` are those of RingSum."""
         super().__init__(chunks, calls, over_ring(ring, calls, message_bytes, **options))
 
-    def flat_gradients(self, bound: BoundChunk) -> tuple[Tensor, tuple[bool, ...]]:
-        """Return the memory of a chunk's means, (extent,), and for each slot whether it has one."""
+    def flat_gradients(self, bound: BoundChunk) -> tuple[Tensor, tuple[bool, ...]] | None:
+        """Return the memory of a chunk's means, (extent,), and for each slot whether it has one. None: one is
+        sparse."""
         return self.sum.carrier.flat_gradients(bound)
 
 

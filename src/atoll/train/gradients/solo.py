@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from atoll.tensors.binding import BoundChunk, Buffer, check_usable
+from atoll.tensors.binding import BoundChunk, Buffer
 from atoll.tensors.torch_compat import copy_all
-from atoll.train.gradients.reducer import Clipping, Reducer
+from atoll.train.gradients.reducer import Reducer
 
 _SMALL_BYTES = 2**18  # of gradients, up to which a copy costs less than a step parameter by parameter
 
@@ -58,22 +58,12 @@ class SoloReducer(Reducer):
     def note_zeros(self, parameters: Iterable[nn.Parameter]) -> None:
         """Do nothing: a step without a batch counts nothing, with or without gradients."""
 
-    def clip(self, by: Clipping) -> Tensor:
-        self.check_gradients()
-        return super().clip(by)
-
     def settle(self) -> None:
         if self.unsent and self.synchronous:
             self.reduce()
 
     def confirm(self, what: str) -> None:  # noqa: ARG002
         self.settle()
-
-    def check_gradients(self) -> None:
-        for bound in self._chunks:
-            for name, parameter in zip(bound.names, bound.parameters, strict=True):
-                if parameter.grad is not None and parameter.grad.is_sparse:
-                    check_usable(name, parameter.grad)
 
 
 def are_quickly_gathered(chunks: Sequence[BoundChunk]) -> bool:
@@ -97,17 +87,18 @@ class GatheredGradients:
         self._all = {bound.chunk.id: (True,) * len(bound.parameters) for bound in chunks}
 
     @torch.no_grad()
-    def gather(self, bound: BoundChunk) -> tuple[Tensor, tuple[bool, ...]]:
-        """Copy a chunk's gradients; return the copy, (extent,), and for each slot whether it has one."""
+    def gather(self, bound: BoundChunk) -> tuple[Tensor, tuple[bool, ...]] | None:
+        """Copy a chunk's gradients; return the copy, (extent,), and for each slot whether it has one. None if
+        one is sparse."""
         buffer = self._buffers[bound.chunk.id]
         views, gradients = [], []
-        for name, parameter, view in zip(bound.names, bound.parameters, buffer.views, strict=True):
+        for parameter, view in zip(bound.parameters, buffer.views, strict=True):
             gradient = parameter.grad
             if gradient is None:
                 view.zero_()
                 continue
             if gradient.is_sparse:
-                check_usable(name, gradient)
+                return None
             views.append(view)
             gradients.append(gradient)
         if len(gradients) == len(buffer.views):

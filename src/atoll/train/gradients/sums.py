@@ -11,13 +11,15 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from atoll.core.stands import Stand
-from atoll.tensors.binding import BoundChunk, check_usable
+from atoll.tensors.binding import BoundChunk
 from atoll.tensors.finite import is_finite
 from atoll.tensors.gradienthooks import after_gradient
+from atoll.tensors.sparse import check_summable
 from atoll.tensors.torch_compat import will_run
 from atoll.train.gradients.samples import ContributionWeight
 
@@ -50,6 +52,10 @@ class OwnGradients:
 
     def abandon(self) -> None:
         """Forget a backward that raised. Raises RunError if messages had left for the other workers."""
+
+    def drop_graphs(self) -> None:
+        """Drop the graphs of gradients that show the mean, since the workers are about to step: each worker
+        has the graph of its own part alone."""
 
     def own(self, bound: BoundChunk) -> list[Tensor | None]:
         """Return this worker's own gradients of a chunk; None for an absent one."""
@@ -191,8 +197,8 @@ class Own(GroupSum):
         for bound in self._chunks:
             for name, parameter in zip(bound.names, bound.parameters, strict=True):
                 gradient = parameter.grad
-                if gradient is not None and gradient.is_sparse:
-                    check_usable(name, gradient)
+                if gradient is not None and gradient.layout != torch.strided:
+                    check_summable(name, gradient)
         return own
 
 

@@ -13,8 +13,10 @@ from atoll.memory.exchanged import Exchanged
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.finite import is_finite
 from atoll.tensors.gradienthooks import after_gradient
-from atoll.train.gradients.messages import BucketChunk
+from atoll.train.gradients.agreement import Agreement, Ballot
+from atoll.train.gradients.messages import BucketChunk, Rows
 from atoll.train.gradients.ring import RingSum
+from atoll.train.gradients.samples import ContributionWeight
 from atoll.train.gradients.sums import OwnGradients, SummedReducer
 
 Holder: TypeAlias = Callable[[], Exchanged]  # the model in its tiers
@@ -66,8 +68,11 @@ class TierCarrier(OwnGradients):
     def own_nonfinite(self, chunks: Sequence[BoundChunk]) -> list[str]:  # noqa: ARG002
         return list(self._nonfinite)
 
-    def dirty(self) -> list[float]:
+    def said(self) -> list[float]:
         return []
+
+    def share_rows(self, own: ContributionWeight, agreed: Agreement, ballot: Ballot) -> None:
+        """Do nothing: no gradient in tiers is sparse."""
 
     def measured(self) -> list[int]:
         return []
@@ -106,7 +111,8 @@ class TierCarrier(OwnGradients):
         note_nonfinite(bound, flat, self._nonfinite)
         return flat.mul_(scale) if scale != 1.0 else flat
 
-    def publish(self, factor: float, present: Sequence[Sequence[bool]], *, apart: bool) -> None:
+    def publish(self, factor: float, present: Sequence[Sequence[bool]], rows: Rows, *, apart: bool) -> None:
+        del rows
         held = self._held()
         self.are_apart = apart or self._stays
         for bound, here in zip(self.bounds, present, strict=True):

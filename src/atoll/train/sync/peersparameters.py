@@ -18,6 +18,7 @@ from atoll.memory.lent import LentModel, Turns
 from atoll.memory.payloads import Payloads, TensorPayloads
 from atoll.tensors.binding import BoundChunk, Buffer
 from atoll.tensors.changed import ChangedParameters, Looks
+from atoll.tensors.sparse import copy_gradient
 from atoll.tensors.torch_compat import version_of
 from atoll.train.sync.peersworker import NodeWorker
 from atoll.wire.device import Freed, Published, Release, Returned
@@ -135,7 +136,7 @@ def _write(bound: BoundChunk, into: Buffer, weighs: bool) -> bytes:
     present = []
     for parameter, view in zip(bound.parameters, into.views, strict=True):
         gradient = parameter.grad if weighs else None
-        view.zero_() if gradient is None else view.copy_(gradient)
+        copy_gradient(view, gradient)
         present.append(gradient is not None)
     return bytes(present)
 

@@ -25,7 +25,7 @@ from atoll.core.errors import CheckpointError, MismatchError, RunError, UserErro
 from atoll.core.scriptline import waiting_line
 from atoll.core.stands import Stand, call
 from atoll.exchange.synchronizer import Coder, Contributors, Exchange, Parts, Synchronizer
-from atoll.tensors.binding import BoundChunk
+from atoll.tensors.binding import BoundChunk, real_form, real_of
 from atoll.tensors.stephooks import AroundStep
 from atoll.train.api.place import Place
 from atoll.train.gradients.reducer import Reducer
@@ -53,10 +53,7 @@ class Values:
         self._chunks = {bound.chunk.id: bound for bound in chunks}
         self._written = written
         self.runs = tuple(ElementRange(bound.chunk.id, 0, bound.chunk.extent) for bound in chunks)
-        self._likes = {
-            bound.chunk.id: [(tuple(each.shape), each.stride()) for each in bound.parameters]
-            for bound in chunks
-        }
+        self._likes = {bound.chunk.id: [real_form(each) for each in bound.parameters] for bound in chunks}
 
     @property
     def nbytes(self) -> int:
@@ -68,7 +65,7 @@ class Values:
         values = torch.zeros(run.stop, dtype=bound.dtype)
         with torch.no_grad():
             for parameter, part in zip(bound.parameters, self._parts(run, values), strict=True):
-                part.copy_(parameter)
+                part.copy_(real_of(parameter))
         return values
 
     @contextmanager
@@ -85,7 +82,7 @@ class Values:
             )
         with torch.no_grad():
             for parameter, part in zip(bound.parameters, self._parts(run, values), strict=True):
-                parameter.copy_(part)
+                real_of(parameter).copy_(part)
 
     def _chunk_of(self, run: ElementRange) -> BoundChunk:
         if run not in self.runs:

@@ -19,6 +19,7 @@ from atoll.exchange.coding import bytes_of
 from atoll.net.returning import MOST_UNDER_WAY, Made, Payload
 from atoll.tensors.binding import BoundChunk, Buffer
 from atoll.tensors.changed import ChangedParameters, Looks
+from atoll.tensors.sparse import copy_gradient
 from atoll.tensors.torch_compat import version_of
 from atoll.train.gradients.messages import BucketChunk
 from atoll.train.gradients.reducer import Clipping
@@ -194,7 +195,7 @@ class Resident:
             memory = bound.flat.new_zeros(bound.chunk.extent)
             outgoing = self._outgoing[place] = Buffer(bound.chunk, bound.parameters, memory)
         for parameter, view in zip(bound.parameters, outgoing.views, strict=True):
-            view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
+            copy_gradient(view, parameter.grad)
         return outgoing.flat
 
     # -- the mean -----------------------------------------------------------------------------------------

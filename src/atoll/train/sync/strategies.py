@@ -111,8 +111,8 @@ class Training:
         return self.sets[0].hooks
 
 
-# Returns a chunk's gradients as a flat tensor, and for each slot whether there is one.
-FlatGradients: TypeAlias = Callable[[BoundChunk], tuple[Tensor, tuple[bool, ...]]]
+# Returns a chunk's gradients as a flat tensor, and for each slot whether there is one; None if one is sparse.
+FlatGradients: TypeAlias = Callable[[BoundChunk], tuple[Tensor, tuple[bool, ...]] | None]
 
 
 def steppers_of(training: Training, gradients: FlatGradients | None) -> Stepper:
@@ -123,7 +123,8 @@ def steppers_of(training: Training, gradients: FlatGradients | None) -> Stepper:
     steppers: list[ChunkOptimizer | ParameterOptimizer] = []
     for each in training.sets:
         if each.unit.by_tensor or gradients is None:
-            steppers.append(ParameterOptimizer(each.optimizer, each.hooks))
+            closes = each.unit.calls_closure
+            steppers.append(ParameterOptimizer(each.optimizer, each.hooks, calls_closure=closes))
         else:
             keys, chunks = each.unit.keys, training.chunks
             steppers.append(ChunkOptimizer(each.optimizer, chunks, keys, each.hooks, gradients))

@@ -1,0 +1,125 @@
+"""Optimizers that call the script's closure several times in a step: each call gives the workers' mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from kinds import check_equal
+from torch import Tensor, nn
+
+import atoll
+from atoll.core.errors import PrepareError
+from support.pool import WorkerPool
+from support.runs import alone, model, run_at
+
+WORLD, STEPS = 2, 3
+RINGS = ("ring", "hierarchical", "elastic")
+ELSEWHERE = ("server", "asp", "ps-hra", "peers", "tiers", "server tiers", "peers tiers")
+QUICK = ("ring", "server")
+
+
+class Sam(torch.optim.Optimizer):
+    """SGD by the gradient at a place uphill; it calls the closure there."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1, rho: float = 0.05) -> None:
+        super().__init__(parameters, {"lr": lr, "rho": rho})
+
+    def step(self, closure: Callable[[], Tensor]) -> Tensor:  # type: ignore[override]
+        with torch.enable_grad():
+            loss = closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                norm = torch.stack([p.grad.norm() for p in group["params"]]).norm()
+                uphill = [p.grad * (group["rho"] / norm) for p in group["params"]]
+                for p, way in zip(group["params"], uphill, strict=True):
+                    p.add_(way)
+                with torch.enable_grad():
+                    closure()
+                for p, way in zip(group["params"], uphill, strict=True):
+                    p.sub_(way).sub_(p.grad, alpha=group["lr"])
+        return loss
+
+
+def lbfgs(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(parameters, lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
+
+
+def sam(parameters: Any) -> torch.optim.Optimizer:
+    return Sam(parameters)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(12, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+    return x, x[:, :4].sin()
+
+
+def train(session: atoll.Session | None, make: Any, uneven: bool = False) -> tuple[list[Tensor], list[float]]:
+    net = model()
+    optimizer = make(net.parameters())
+    rank, world = (0, 1) if session is None else (session.rank, session.world)
+    if session is not None:
+        session.prepare(net, optimizer)
+    losses = []
+    for step in range(STEPS):
+        x, y = batch(step)
+        if world > 1:
+            rows = slice(0, 9) if rank == 0 else slice(9, 12)
+            x, y = (x[rows], y[rows]) if uneven else (x[rank::world], y[rank::world])
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            if session is not None and uneven:
+                session.weight(len(x))
+            loss = nn.functional.mse_loss(net(x), y)
+            loss.backward()
+            return loss
+
+        losses.append(float(optimizer.step(closure)))  # type: ignore[arg-type]
+    return [p.detach().clone() for p in net.parameters()], losses
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize("make", [lbfgs, sam])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.soak) for kind in RINGS]
+)
+def test_each_call_gives_the_mean_over_the_workers(
+    pool: WorkerPool, kind: str, make: Any, uneven: bool
+) -> None:
+    right, losses = train(None, make)
+    found = run_at(pool, kind, train, make, uneven, world=WORLD)
+    for values, shown in found:
+        assert max(float((a - b).abs().max()) for a, b in zip(values, right, strict=True)) <= 1e-9
+        assert shown == pytest.approx(losses, abs=1e-12)
+    check_equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]  # or the line searches would part
+
+
+@pytest.mark.parametrize("make", [lbfgs, sam])
+def test_alone_it_is_plain_torch(make: Any) -> None:
+    right, losses = train(None, make)
+    found, shown = alone(train, make)
+    assert all(map(torch.equal, found, right))
+    assert shown == losses
+
+
+def refused(session: atoll.Session) -> str:
+    net = model()
+    try:
+        session.prepare(net, lbfgs(net.parameters()))
+    except PrepareError as error:
+        session._leaving.leave()
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.soak) for kind in ELSEWHERE]
+)
+def test_elsewhere_it_is_one_line(pool: WorkerPool, kind: str) -> None:
+    for said in run_at(pool, kind, refused, world=WORLD):
+        assert said.startswith("optimizer LBFGS calls the script's closure several times in a step, and ")
+        assert said.endswith("such as torch.optim.AdamW or SGD")
