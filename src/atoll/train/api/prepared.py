@@ -47,6 +47,7 @@ from atoll.train.data.moredata import MoreData
 from atoll.train.gradients.backward import BackwardEnd
 from atoll.train.gradients.clipping import GradientNorm
 from atoll.train.gradients.forwards import BesideCompiled, ForwardHooks
+from atoll.train.gradients.meanloss import MeanLoss
 from atoll.train.gradients.memory import Tiers
 from atoll.train.gradients.othersteps import OtherSteps
 from atoll.train.gradients.reducer import Calls, Clipping, Shares
@@ -160,7 +161,7 @@ class Prepared:
             self._unwatch_zeroing = watch_zeroing(self._note_zeros)
         self._others = not workers.alone
         self.samples = SampleCount(more)
-        self._contributed = ContributionWeight(0.0, 0.0)  # this worker's, to the latest reduction
+        self.mean_loss = MeanLoss(workers)
         # The latest backward that reached a forward, and the latest that left gradients:
         self._reached_in = self._came_in = -1
         self._closed = self._ready = False
@@ -455,7 +456,7 @@ class Prepared:
         self._backward.arm()
 
     def _committed(self, own: ContributionWeight, _group_samples: float) -> None:
-        self._contributed = own
+        self.mean_loss.reduced(own, alike=self.reducer.count_alike)
         for each in self.sets:
             each.own_samples += own.samples
             each.reduced()
@@ -463,15 +464,8 @@ class Prepared:
                 forget_scale(each.optimizer)
         self.samples.use(alike=self.reducer.count_alike)
         self._batches.whole()
-        if self._looks_for_sparse:
-            self._look_for_sparse()
-
-    def _look_for_sparse(self) -> None:
-        """Raise an error if gradients are sparse that no layer has announced, and the optimizers, which step
-        elsewhere, cannot step dense ones in their place."""
-        gradients = (each for bound in self._trained_chunks for each in self.reducer.sum.gradients.own(bound))
-        if any(each is not None and each.is_sparse for each in gradients):
-            self._looks_for_sparse = False
+        if self._looks_for_sparse and self.reducer.sum.gradients.have_sparse(self._trained_chunks):
+            self._looks_for_sparse = False  # no layer has announced them
             for optimizer in self.optimizers:
                 self._check_sparse(optimizer)
 
@@ -561,15 +555,6 @@ class Prepared:
         found = self._workers.gather(own[:1], "the workers' gradients that are not finite")
         ranked = zip(self._workers.ranks, found, strict=True)
         return _blamed([f"{names[0]!r} on worker {rank}" for rank, names in ranked if names])
-
-    def mean_loss(self, loss: Any) -> Any:
-        """Return the workers' mean of a loss, weighted as its gradients were. A collective."""
-        if not self._others:
-            return loss
-        own = self._contributed
-        weight = own.counts_alike if self.reducer.count_alike else own.weight
-        mean = self._workers.reduce(float(loss), "mean", weight, "the closure's loss")
-        return loss.detach().new_tensor(mean) if isinstance(loss, Tensor) else mean
 
     def after_step(self, of: StepSet) -> None:
         """Follow an optimizer's step. The first step of an iteration's gradients ends the iteration."""
