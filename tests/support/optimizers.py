@@ -97,3 +97,42 @@ class ManyStates(torch.optim.Optimizer):
         rows, columns = state["sides"]
         scale = (rows[:, None] * columns[None, :] + 1e-12).rsqrt().clamp(max=10)
         parameter.sub_((matrix * scale).reshape(parameter.shape), alpha=group["lr"] / float(state["step"]))
+
+
+class ScheduleFreeSGD(torch.optim.Optimizer):
+    """SGD whose parameters are the average of its iterates after `eval()`, as in the package schedulefree.
+
+    A step outside of its training mode raises an error. Defazio et al., "The Road Less Scheduled", 2024.
+    """
+
+    def __init__(self, parameters: Any, lr: float = 0.1, beta: float = 0.9) -> None:
+        super().__init__(parameters, {"lr": lr, "beta": beta, "training": False, "steps": 0})
+
+    @torch.no_grad()
+    def train(self) -> None:
+        self._turn(True)
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        self._turn(False)
+
+    def _turn(self, training: bool) -> None:
+        for group in self.param_groups:
+            weight = 1 - group["beta"] if training else 1 - 1 / group["beta"]
+            for p in group["params"] if group["training"] != training else ():
+                if "z" in self.state[p]:
+                    p.lerp_(self.state[p]["z"], weight)
+            group["training"] = training
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        del closure
+        for group in self.param_groups:
+            if not group["training"]:
+                raise RuntimeError("The optimizer is not in train mode. Call optimizer.train().")
+            group["steps"] += 1
+            for p in (p for p in group["params"] if p.grad is not None):
+                z = self.state[p].setdefault("z", p.clone())
+                p.lerp_(z, 1 / group["steps"])
+                p.sub_(p.grad, alpha=group["lr"] * (1 - group["beta"] * (1 - 1 / group["steps"])))
+                z.sub_(p.grad, alpha=group["lr"])

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
+import importlib.util
 import io
 import os
 import re
@@ -66,7 +67,7 @@ _REFUSALS = ("Expected to mark a variable ready only once", "Expected to have fi
 _LATE = re.compile(r"[Tt]imed out|[Tt]imeout")
 _ECHO = re.compile(r"gloo.*(?:[Tt]imed out|[Tt]imeout|[Cc]onnection|reset by peer)|\[Rank \d+\]", re.DOTALL)
 
-Kind = Literal["pass", "refused", "wrong", "crash", "hang"]
+Kind = Literal["pass", "refused", "wrong", "crash", "hang", "not installed"]
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,12 @@ class Script:
     title: str  # the first line of its docstring
     tolerance: float = TOLERANCE
     sources: tuple[str, ...] = ()  # where users met the case, as owner/repository#number
+    needs: tuple[str, ...] = ()  # modules of packages that the tests do not bring
+
+    @property
+    def missing(self) -> str:
+        """The first module that it needs and this environment lacks; empty if it has them all."""
+        return next((each for each in self.needs if importlib.util.find_spec(each) is None), "")
 
 
 @dataclass(frozen=True)
@@ -159,6 +166,7 @@ def _script(path: Path) -> Script:
         " ".join(title.split()),
         float(tolerance[1]) if tolerance else TOLERANCE,
         tuple(re.findall(r"^# source: (\S+#\d+)", text, re.MULTILINE)),
+        tuple(re.findall(r"^# needs: (\S+)", text, re.MULTILINE)),
     )
 
 
@@ -172,6 +180,8 @@ class Table:
     def try_out(self, name: str, column: str) -> Outcome:
         """Run a script under a column's strategy and store, and compare it with plain torch."""
         script = scripts()[name]
+        if script.missing:
+            return Outcome("not installed", f"the package {script.missing} is not installed")
         try:
             if name not in self._plain:
                 (self._plain[name],) = self._pool.run(_run_plain, script.path, world=1, deadline=DEADLINE)
@@ -442,6 +452,7 @@ values are finite, and its loss falls if plain torch's does by a fifth.
 | wrong | the script ends well with other numbers |
 | crash | the script ends with something other than a line of Atoll's |
 | hang | the script waits until a deadline |
+| not installed | the script needs a package that was not there |
 
 An empty cell has not been tried.
 

@@ -464,6 +464,11 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         "optimizer Muon is not element-wise (it came out different), and strategy 'peers' steps complex",
         "use strategy ring or hierarchical, or torch.optim.AdamW or SGD",
     ),
+    "optimizer-modes": (
+        Choices({"modes": True, "optimizer": "ScheduleFree", "sync": "bsp", "run.strategy": "server"}),
+        "optimizer ScheduleFree changes parameters by its state in train() and eval(), and under strategy",
+        "or an optimizer without them, such as torch.optim.AdamW or SGD",
+    ),
     "step-budgets": (
         Choices({"step": "tensor", "store": "tiered"}),
         "session.prepare(step='tensor'): with budgets of memory a trial decides the unit of steps",

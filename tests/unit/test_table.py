@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -115,6 +117,14 @@ def test_there_are_enough_scripts_and_each_says_what_it_does() -> None:
     for script in found.values():
         assert script.title.endswith("."), script.path
         assert len(script.path.read_text(encoding="utf-8").splitlines()) <= 70, script.path
+
+
+def test_a_script_whose_package_is_missing_is_shown_as_such() -> None:
+    script = scripts()["schedule_free"]
+    assert script.needs == ("schedulefree",)
+    absent = replace(script, needs=("sys", "no_such_package"))
+    assert absent.missing == "no_such_package"
+    assert not replace(script, needs=("sys",)).missing
 
 
 def test_the_page_is_made_from_what_was_found() -> None:

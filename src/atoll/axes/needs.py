@@ -644,6 +644,24 @@ def _of_models() -> Iterator[Need]:
         PrepareError,
     )
     yield Need(
+        "optimizer-complex-elsewhere",
+        prepare,
+        {"unit": Is("tensor"), "complex": Is(True), "sync": Is("bsp", "ssp", "asp", "peers")},
+        by_tensor
+        + "and strategy {run.strategy!r} steps complex parameters by their real views; use strategy "
+        "ring or hierarchical, or torch.optim.AdamW or SGD",
+        PrepareError,
+    )
+    yield Need(
+        "optimizer-modes",
+        prepare,
+        {"modes": Is(True), "sync": Is("bsp", "ssp", "asp", "peers")},
+        "optimizer {optimizer} changes parameters by its state in train() and eval(), and under strategy "
+        "{run.strategy!r} that state lies elsewhere; use strategy ring or hierarchical, or an optimizer "
+        "without them, such as torch.optim.AdamW or SGD",
+        PrepareError,
+    )
+    yield Need(
         "step-budgets",
         prepare,
         {"step": Given(), "store": IsNot("resident")},

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from atoll.core.errors import PrepareError
 from atoll.core.heap import give_back_freed_memory
 from atoll.memory.calls import caller, is_under_way
 from atoll.memory.gradients import ModelGradients
@@ -296,7 +297,14 @@ def state_dtypes(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> dict[s
         # Large enough for an optimizer that quantises the states of large parameters.
         parameter = nn.Parameter(torch.zeros((64, 64) if unit.by_tensor else (2,), dtype=dtype))
         parameter.grad = torch.ones_like(parameter)
-        kept = run_step(type(optimizer), own, noted(group, without="params"), [parameter], {})
+        try:
+            kept = run_step(type(optimizer), own, noted(group, without="params"), [parameter], {})
+        except Exception as error:  # whatever an unknown optimizer raises
+            raise PrepareError(
+                f"optimizer {type(optimizer).__name__} raised in a trial of its step, which budgets of "
+                f"memory need ({str(error).partition('. ')[0]}); have it ready before session.prepare, as by "
+                "optimizer.train(), or leave the budgets out"
+            ) from error
         state = kept.get(parameter, {})
         sized = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == parameter.shape}
         found.update({key: value.dtype for key, value in sized.items() if unit.by_tensor or key in unit.keys})

@@ -38,7 +38,7 @@ def rows_in(gradient: Tensor | None) -> bytes | None:
     if not gradient.is_sparse:
         return None
     here = torch.zeros(gradient.shape[0], dtype=torch.bool)
-    here[gradient.detach()._indices()[0].cpu()] = True
+    here[gradient.detach().coalesce().indices()[0].cpu()] = True
     return np.packbits(here.numpy()).tobytes()
 
 

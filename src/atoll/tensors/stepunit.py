@@ -78,6 +78,8 @@ def unit_of(
     closure = signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is Parameter.empty:
         facts["closure"] = "needed"
+    if all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")):  # schedule-free ones
+        facts["modes"] = True
     if asked not in (None, "element", "tensor"):
         raise UserError(
             f"session.prepare(step={asked!r}): the unit is 'element' or 'tensor'; leave step out, and "

@@ -48,6 +48,7 @@ from atoll.train.data.moredata import MoreData
 from atoll.train.gradients.backward import BackwardEnd
 from atoll.train.gradients.clipping import GradientNorm
 from atoll.train.gradients.forwards import BesideCompiled, ForwardHooks
+from atoll.train.gradients.meanloss import MeanLoss
 from atoll.train.gradients.memory import Tiers
 from atoll.train.gradients.othersteps import OtherSteps
 from atoll.train.gradients.reducer import Calls, Clipping, Reducer, Shares, continue_from
@@ -145,9 +146,9 @@ class Prepared:
         steps: Steps,
         tells: Tells,
         unit_of: Callable[[torch.optim.Optimizer, str | None], Unit],
-        check_sparse: Callable[[torch.optim.Optimizer], None],
         more: MoreData,
         joint_norms: bool,
+        check_sparse: Callable[[torch.optim.Optimizer], None],
         step: str | None,
         may_change: bool = False,
         former: Prepared | None = None,
@@ -163,7 +164,7 @@ class Prepared:
             self._unwatch_zeroing = watch_zeroing(self._note_zeros)
         self._others = not workers.alone
         self.samples = SampleCount(more)
-        self._contributed = ContributionWeight(0.0, 0.0)  # this worker's, to the latest reduction
+        self.mean_loss = MeanLoss(workers)
         # The latest backward that reached a forward, and the latest that left gradients:
         self._reached_in = self._came_in = -1
         self._closed = self._ready = False
@@ -462,7 +463,7 @@ class Prepared:
         self._backward.arm()
 
     def _committed(self, own: ContributionWeight, _group_samples: float) -> None:
-        self._contributed = own
+        self.mean_loss.reduced(own, alike=self.reducer.count_alike)
         for each in self.sets:
             each.own_samples += own.samples
             each.reduced()
@@ -470,15 +471,8 @@ class Prepared:
                 forget_scale(each.optimizer)
         self.samples.use(alike=self.reducer.count_alike)
         self._batches.whole()
-        if self._looks_for_sparse:
-            self._look_for_sparse()
-
-    def _look_for_sparse(self) -> None:
-        """Raise an error if gradients are sparse that no layer has announced, and the optimizers, which step
-        elsewhere, cannot step dense ones in their place."""
-        gradients = (each for bound in self._trained_chunks for each in self.reducer.sum.gradients.own(bound))
-        if any(each is not None and each.is_sparse for each in gradients):
-            self._looks_for_sparse = False
+        if self._looks_for_sparse and self.reducer.sum.gradients.have_sparse(self._trained_chunks):
+            self._looks_for_sparse = False  # no layer has announced them
             for optimizer in self.optimizers:
                 self._check_sparse(optimizer)
 

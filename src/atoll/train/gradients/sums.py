@@ -61,6 +61,10 @@ class OwnGradients:
         """Return this worker's own gradients of a chunk; None for an absent one."""
         return [parameter.grad for parameter in bound.parameters]
 
+    def have_sparse(self, chunks: Sequence[BoundChunk]) -> bool:
+        """True if a gradient of these chunks is sparse."""
+        return any(each is not None and each.is_sparse for bound in chunks for each in self.own(bound))
+
     def own_nonfinite(self, chunks: Sequence[BoundChunk]) -> list[str]:
         """Return the names of parameters whose own gradient holds NaN or infinity."""
         return [
