@@ -35,6 +35,8 @@ class Plain:
 
     def prepare(self, model: nn.Module, optimizer: Any, **_: Any) -> tuple[nn.Module, Any]:
         self._models.append(model)
+        for p in model.parameters():
+            _begun.setdefault(id(p), (p, p.detach().clone()))
         return model, optimizer
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
@@ -79,6 +81,8 @@ class Plain:
 joins: Callable[[], Any] | None = None
 losses: list[float] = []
 values: dict[str, Tensor] = {}
+starts: dict[str, Tensor] = {}  # of plain torch: with what those of `values` that it trains began
+_begun: dict[int, tuple[Tensor, Tensor]] = {}  # by the parameter's id: the parameter, and its values then
 
 
 def join() -> Any:
@@ -96,8 +100,8 @@ def start(how: Callable[[], Any] | None) -> None:
     """Forget the script before, and have the next one join in this way."""
     global joins
     joins = how
-    losses.clear()
-    values.clear()
+    for each in (losses, values, starts, _begun):
+        each.clear()
     torch.manual_seed(0)
 
 
@@ -116,7 +120,10 @@ def keep(session: Any, **models: Any) -> None:
         with gathered(model) if gathered and is_model else contextlib.nullcontext():
             for key, value in held.items():
                 whole = value.full_tensor() if hasattr(value, "full_tensor") else torch.as_tensor(value)
-                values[f"{name}.{key}" if key else name] = whole.detach().clone()
+                full = f"{name}.{key}" if key else name
+                values[full] = whole.detach().clone()
+                if id(value) in _begun:
+                    starts[full] = _begun[id(value)][1]
 
 
 def show() -> None:

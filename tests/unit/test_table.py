@@ -15,6 +15,7 @@ from support.table import (
     Shown,
     budget_named_in,
     compare,
+    compare_nearly,
     outcome_of,
     outcome_of_rival,
     scripts,
@@ -48,13 +49,19 @@ def test_losses_and_every_worker_s_values_are_compared(found: list[Shown], kind:
 @pytest.mark.parametrize(
     ("found", "kind"),
     [
-        ([shown([4.0, 3.5], 2.0)], "pass"),  # steps of their own, and it learns
-        ([shown([4.0, 4.5], 2.0)], "wrong"),
-        ([shown([4.0, float("inf")], 2.0)], "wrong"),
+        ([shown([4.0, 2.5], 3.5)], "pass"),  # plain torch goes from 2 to 3
+        ([shown([4.0, 2.5], 2.5)], "pass"),
+        ([shown([4.0, 2.5], 3.0), shown([4.0, 2.5], 2.0)], "wrong"),  # one that has not moved
+        ([shown([4.0, 2.5], 4.0)], "wrong"),  # twice the rate
+        ([shown([4.0, 2.5], 1.0)], "wrong"),  # the wrong way
+        ([shown([4.0, float("inf")], 3.0)], "wrong"),
+        ([shown([4.0], 3.0)], "wrong"),
+        ([Shown([4.0, 2.0], {})], "wrong"),
     ],
 )
-def test_workers_at_their_own_pace_must_learn(found: list[Shown], kind: str) -> None:
-    assert compare(PLAIN, found, None).kind == kind
+def test_workers_at_their_own_pace_end_near_plain_torch(found: list[Shown], kind: str) -> None:
+    plain = Shown(PLAIN.losses, PLAIN.values, {"model.weight": torch.tensor([1.0, 2.0])})
+    assert compare_nearly(plain, found, 0.8).kind == kind
 
 
 @pytest.mark.parametrize(

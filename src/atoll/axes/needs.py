@@ -647,9 +647,8 @@ def _of_models() -> Iterator[Need]:
         "optimizer-complex-elsewhere",
         prepare,
         {"unit": Is("tensor"), "complex": Is(True), "sync": Is("bsp", "ssp", "asp", "peers")},
-        by_tensor
-        + "and strategy {run.strategy!r} steps complex parameters by their real views; use strategy "
-        "ring or hierarchical, or torch.optim.AdamW or SGD",
+        "optimizer {optimizer} is not element-wise ({why}), and strategy {run.strategy!r} steps complex "
+        "parameters by their real views; use strategy ring or hierarchical, or torch.optim.AdamW or SGD",
         PrepareError,
     )
     yield Need(

@@ -245,7 +245,6 @@ class Session:
                 check_sparse=partial(runtime.check_sparse, self.config, memory, again=former is not None),
                 more=self._more,
                 joint_norms=runtime.others == "local" and runtime.member is None,
-                check_sparse=partial(runtime.check_sparse, self.config, memory),
                 step=step,
                 may_change=may_change,
                 former=former,
