@@ -564,15 +564,6 @@ class Prepared:
         ranked = zip(self._workers.ranks, found, strict=True)
         return _blamed([f"{names[0]!r} on worker {rank}" for rank, names in ranked if names])
 
-    def mean_loss(self, loss: Any) -> Any:
-        """Return the workers' mean of a loss, weighted as its gradients were. A collective."""
-        if not self._others:
-            return loss
-        own = self._contributed
-        weight = own.counts_alike if self.reducer.count_alike else own.weight
-        mean = self._workers.reduce(float(loss), "mean", weight, "the closure's loss")
-        return loss.detach().new_tensor(mean) if isinstance(loss, Tensor) else mean
-
     def after_step(self, of: StepSet) -> None:
         """Follow an optimizer's step. The first step of an iteration's gradients ends the iteration."""
         of.waits = False
