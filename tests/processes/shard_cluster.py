@@ -15,6 +15,7 @@ from losing import Loses, LosingServer
 from torch import Tensor, nn
 
 from atoll.chunks import ChunkMap, lay_out
+from atoll.core.optimizerkind import OptimizerKind
 from atoll.net.endpoint import Client, Server
 from atoll.server.payloads import payload_of
 from atoll.server.shard import Shard
@@ -184,8 +185,8 @@ class Model:
     def hyperparameters(self) -> list[dict[str, Any]]:
         return plain_hyperparameters(list(self.plain.param_groups))
 
-    def optimizers(self) -> list[m.OptimizerKind]:
-        return [m.OptimizerKind(full_name(type(self.plain)), len(self.plain.param_groups))]
+    def optimizers(self) -> list[OptimizerKind]:
+        return [OptimizerKind(full_name(type(self.plain)), len(self.plain.param_groups))]
 
     def setup(self, shard: int, *, workers: int, digest: str = "d", **changes: Any) -> m.Setup:
         given: dict[str, Any] = {

@@ -23,6 +23,7 @@ from shard_cluster import DEADLINE, Cluster, Model, Peer, Run, Worker, gradients
 from torch import Tensor
 
 from atoll.core.errors import CheckpointError, UserError
+from atoll.core.optimizerkind import OptimizerKind
 from atoll.net.endpoint import Server
 from atoll.server import snapshot as snapshot_module
 from atoll.server.followers import sequence_of
@@ -573,9 +574,9 @@ def test_garbage_is_dropped_and_counted(start: Callable[..., Run]) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"optimizers": [m.OptimizerKind("os.system", 1)]}, "cannot run the optimizer"),
-        ({"optimizers": [m.OptimizerKind("torch.optim.lbfgs.LBFGS", 1)]}, "cannot run the optimizer"),
-        ({"optimizers": [m.OptimizerKind("torch.optim.sgd.SGD", 2**50)]}, "param group"),
+        ({"optimizers": [OptimizerKind("os.system", 1)]}, "cannot run the optimizer"),
+        ({"optimizers": [OptimizerKind("torch.optim.lbfgs.LBFGS", 1)]}, "cannot run the optimizer"),
+        ({"optimizers": [OptimizerKind("torch.optim.sgd.SGD", 2**50)]}, "param group"),
         ({"layout": msgspec.Raw(b"\xc0")}, "layout cannot be read"),
         ({"consistency": "maybe"}, "no such consistency"),
         ({"shards": 0}, "shard 0 of a run of 0"),

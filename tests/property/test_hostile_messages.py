@@ -26,6 +26,7 @@ from torch import nn
 
 from atoll.chunks import lay_out
 from atoll.core.errors import AtollError
+from atoll.core.optimizerkind import OptimizerKind
 from atoll.cpuside.network import Network
 from atoll.hub.decisions import Decisions
 from atoll.hub.journal import HubJournal
@@ -145,7 +146,7 @@ class ShardHost(Host):
             digest="d",
             layout=msgspec.Raw(msgspec.msgpack.encode(layout)),
             chunks=[each.id for each in held],
-            optimizers=[m.OptimizerKind(full_name(type(optimizer)), len(optimizer.param_groups))],
+            optimizers=[OptimizerKind(full_name(type(optimizer)), len(optimizer.param_groups))],
             hyperparameters=m.plain_hyperparameters(optimizer.param_groups),
             consistency=kind,
             slack=2,
@@ -215,7 +216,8 @@ class StandbyHost(Host):
         hub = SimpleNamespace(client=self.server, duty=duty, welcome=welcome, steps=0)
         hub.take = hub.say = lambda *_: None
 
-        def make() -> Shard:
+        def make(meanwhile: Callable[[], object]) -> Shard:
+            del meanwhile  # nobody waits here
             return Shard(0, self.server, run=RUN, workers=2)
 
         self.standby = Standby(0, RUN, self.server, cast(Any, hub), make)

@@ -214,7 +214,7 @@ def blocked(journal: Journal, job: bool = False) -> Iterator[None]:
     if job:
         journal._give(stand)
     else:
-        journal._items.put(stand)
+        journal._items.put((journal._mended, stand))
     assert stands.wait(30.0)
     try:
         yield

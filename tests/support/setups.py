@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from atoll.wire.messages import OptimizerKind, Setup
+from atoll.core.optimizerkind import OptimizerKind
+from atoll.wire.messages import Setup
 
 SETUP = Setup(
     digest="d",

@@ -91,6 +91,7 @@ ALLOWED = {
         "train/members/hub_client.py: HubClient.join: self.notices.worker",
         "train/members/regrouping.py: Regrouping._move_to: parts.attendance.contributor",
         "train/sync/server.py: Server._send: out.grouping",
+        "train/sync/strategies.py: Served.build_model: model.exchange.steps",
         "train/sync/strategies.py: ServedModel.fetch_parameters: self.exchange.steps",
     ],
 }

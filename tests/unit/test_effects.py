@@ -22,7 +22,7 @@ OTHER = {
     "run.workers": "4", "run.shards": "2", "run.sites": "2", "run.restarts": "1", "run.grace": "5s",
     "run.elastic": "true", "run.directory": "records", "run.readable": "all", "run.ring_order": "natural",
     "chunks.size": "1MiB", "sync.timeout": "1min",
-    "sync.nonfinite": "skip", "sync.consistency": "ssp", "sync.slack": "2", "sync.global_batch": "32",
+    "sync.nonfinite": "skip", "sync.buffers": "mean", "sync.consistency": "ssp", "sync.slack": "2", "sync.global_batch": "32",
     "sync.global_tokens": "4096",
     "sync.shares": "auto", "sync.least": "1", "sync.memory_cap": "64",
     "sync.lazy": "true", "sync.uplink": "leader", "sync.staleness": "rate", "sync.compensation": "0.1",

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from atoll.chunks import ChunkMap, lay_out
 from atoll.core.errors import UserError
+from atoll.core.optimizerkind import OptimizerKind
 from atoll.server.snapshot import Heading, Snapshots, latest, restore
 from atoll.tensors.binding import specs_of
 from atoll.tensors.shardoptimizer import ShardOptimizer, full_name, optimizer_class
-from atoll.wire.messages import OptimizerKind, plain_hyperparameters
+from atoll.wire.messages import plain_hyperparameters
 
 SHAPES = [(33, 5), (33,), (), (65, 7), (0,), (7,), (128, 16)]
 

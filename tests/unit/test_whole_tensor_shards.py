@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from atoll.chunks import ChunkMap, lay_out
 from atoll.core.errors import UserError
+from atoll.core.optimizerkind import OptimizerKind
 from atoll.tensors.binding import specs_of
 from atoll.tensors.packing import pack, unpack
 from atoll.tensors.shardoptimizer import Scratch, ShardOptimizer, full_name
 from atoll.tensors.wholechunk import WholeChunk
-from atoll.wire.messages import OptimizerKind
 from support.optimizers import ManyStates
 
 SHAPES = [(20, 32), (48, 20), (4, 48), (3, 5, 3, 3), (7,), ()]

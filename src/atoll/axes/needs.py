@@ -644,14 +644,6 @@ def _of_models() -> Iterator[Need]:
         PrepareError,
     )
     yield Need(
-        "optimizer-complex-elsewhere",
-        prepare,
-        {"unit": Is("tensor"), "complex": Is(True), "sync": Is("bsp", "ssp", "asp", "peers")},
-        "optimizer {optimizer} is not element-wise ({why}), and strategy {run.strategy!r} steps complex "
-        "parameters by their real views; use strategy ring or hierarchical, or torch.optim.AdamW or SGD",
-        PrepareError,
-    )
-    yield Need(
         "optimizer-modes",
         prepare,
         {"modes": Is(True), "sync": Is("bsp", "ssp", "asp", "peers")},

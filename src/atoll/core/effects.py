@@ -57,6 +57,7 @@ EFFECTS: Mapping[str, Effect] = {
     "chunks.size": _EVERYWHERE,
     "sync.timeout": _EVERYWHERE,
     "sync.nonfinite": _EVERYWHERE,
+    "sync.buffers": _EVERYWHERE,
     "sync.consistency": _AT_SHARDS,
     "sync.slack": Effect(SERVED, when="sync.consistency", values=("ssp",)),
     "sync.global_batch": _EVERYWHERE,

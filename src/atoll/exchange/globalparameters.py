@@ -24,10 +24,11 @@ from torch import Tensor
 from atoll.chunks import ChunkMap
 from atoll.core.errors import RunError, UserError
 from atoll.core.hyperparameters import Difference, first_difference
+from atoll.core.optimizerkind import OptimizerKind
 from atoll.core.weighing import KNOWN, are_certain, beyond, weight_of
 from atoll.tensors.shardoptimizer import Scratch, Settings, ShardOptimizer, SlotValues
 from atoll.wire.device import Clip
-from atoll.wire.messages import Hyperparameters, OptimizerKind
+from atoll.wire.messages import Hyperparameters
 
 _COLUMNS = 1024  # columns of 8 bytes in which a chunk's bits are summed
 _MADE = 64  # latest iterations whose contributors are kept

@@ -29,11 +29,11 @@ from torch import Tensor
 from atoll.core.decoding import decoded
 from atoll.core.descriptors import files_in, opened
 from atoll.core.errors import CheckpointError, UserError
+from atoll.core.optimizerkind import OptimizerKind
 from atoll.core.points import reach
 from atoll.tensors.shardoptimizer import ShardOptimizer
 from atoll.tensors.tensorfile import checksum_of, flush, read_tensors, write_tensors
 from atoll.tensors.wholechunk import OPEN, THEN, OpenRecord, WholeChunk
-from atoll.wire.messages import OptimizerKind
 
 _VALUES = "values"
 _FILE = "snapshot.json"

@@ -22,6 +22,7 @@ from atoll.axes.choices import Choices
 from atoll.axes.needs import check
 from atoll.chunks import Chunk, ChunkMap, ParameterSpec, Slot
 from atoll.core.errors import UserError
+from atoll.core.optimizerkind import OptimizerKind
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.compensation import Origins
 from atoll.tensors.elementwise import NotElementwiseError, elementwise_state_keys
@@ -29,7 +30,6 @@ from atoll.tensors.optimizer import ChunkOptimizer, SavedState, StepHooks
 from atoll.tensors.packing import PACKED, pack, unpack
 from atoll.tensors.stephooks import AroundStep
 from atoll.tensors.stepunit import tensor_bytes
-from atoll.wire.messages import OptimizerKind
 
 Settings: TypeAlias = dict[str, Any]  # a param group without its parameters
 SlotValues: TypeAlias = list[dict[str, Any]]  # for each slot, its states that are one number

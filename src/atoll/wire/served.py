@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from atoll.core.config import PLAIN_CODEC
+from atoll.core.optimizerkind import OptimizerKind
 from atoll.core.weighing import KNOWN
 from atoll.wire.base import Count, Hyperparameters, Message, Name, Text, Used, Weight
 from atoll.wire.lost import LostBlocks
@@ -17,17 +18,6 @@ from atoll.wire.workerstand import WorkerStand
 Speeds: TypeAlias = Annotated[
     dict[Count, Annotated[list[float], Meta(min_length=4, max_length=4100)]], Meta(max_length=4096)
 ]
-
-
-class OptimizerKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One of a model's optimizers: the full name of its class, and the number of its param groups.
-
-    `by_tensor`: it steps whole tensors, of the shapes that the layout has.
-    """
-
-    name: Text
-    groups: Count
-    by_tensor: bool = False
 
 
 class Setup(Message, frozen=True):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from atoll.chunks import ChunkMap
 from atoll.core.config import Config
 from atoll.core.errors import RunError
+from atoll.core.optimizerkind import OptimizerKind
 from atoll.exchange.codecs import codec_named
 from atoll.exchange.coding import Coding, bytes_of
 from atoll.exchange.sentgroups import sent_groups_of_all
@@ -46,7 +47,6 @@ from atoll.train.sync.service import Service
 from atoll.train.sync.serving import serve_alone, serve_group
 from atoll.wire.messages import (
     AnyMessage,
-    OptimizerKind,
     PullState,
     Ready,
     SetChunk,
