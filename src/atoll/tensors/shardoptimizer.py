@@ -339,7 +339,7 @@ class ShardOptimizer:
         kinds: dict[tuple[int, str], _Kind] = {}
         for id_ in held:
             chunk = layout.chunks[id_]
-            group = self._group_index(chunk)
+            group = _group_index(layout, chunk, len(self._groups))
             if group is None:
                 self._chunks[id_] = _HeldChunk(chunk)
                 continue
@@ -660,16 +660,6 @@ class ShardOptimizer:
         ]
         step.trial = Trial(tensors["values"].clone(), [SavedState(elements, numbers)])
 
-    def _group_index(self, chunk: Chunk) -> int | None:
-        group = self.layout.groups[chunk.group]
-        if not group.trainable or not group.settings:
-            return None
-        if not (group.settings.isdigit() and int(group.settings) < len(self._groups)):
-            raise UserError(
-                f"chunk {chunk.id} is of param group {group.settings!r}; there are {len(self._groups)}"
-            )
-        return int(group.settings)
-
     def _torch_settings(self, hyperparameters: Sequence[Mapping[str, Any]]) -> list[Settings]:
         groups = zip(hyperparameters, self._classes, strict=True)
         return [self._settings(group, class_) for group, class_ in groups]
@@ -807,3 +797,13 @@ def warm_up() -> None:
 
 def _nothing() -> None:
     pass
+
+
+def _group_index(layout: ChunkMap, chunk: Chunk, groups: int) -> int | None:
+    """Return the index of the param group, of so many, that steps a chunk; None if nothing does."""
+    group = layout.groups[chunk.group]
+    if not group.trainable or not group.settings:
+        return None
+    if not (group.settings.isdigit() and int(group.settings) < groups):
+        raise UserError(f"chunk {chunk.id} is of param group {group.settings!r}; there are {groups}")
+    return int(group.settings)

@@ -157,7 +157,7 @@ class TrainingState:
 
     def _of_each_worker(self, registered: bool) -> dict[str, Tensor]:
         """Return, by name, the tensors of which each worker may have a copy of its own; see `unify`."""
-        named = self._buffers() if self.buffers != "own" else {}
+        named = _buffers_of(self.prepared) if self.buffers != "own" else {}
         shared = {id(p) for prepared in self.prepared for p in prepared.parameters.values()}
         for name, module in self.registered.items() if registered else ():
             if isinstance(module, nn.Module) and not _lies_elsewhere(module):
@@ -165,17 +165,9 @@ class TrainingState:
                 named |= {f"{name} {key}": each.detach() for key, each in tensors if id(each) not in shared}
         return named
 
-    def _buffers(self) -> dict[str, Tensor]:
-        """Return the buffers of all models by the model's number and the buffer's name."""
-        return {
-            f"{index} {name}": tensor
-            for index, prepared in enumerate(self.prepared)
-            for name, tensor in prepared.buffers.named().items()
-        }
-
     def _is_averaged(self, name: str, tensor: Tensor) -> bool:
         """True if workers take the mean of a tensor of `_of_each_worker`."""
-        return self.buffers == "mean" and tensor.is_floating_point() and name in self._buffers()
+        return self.buffers == "mean" and tensor.is_floating_point() and name in _buffers_of(self.prepared)
 
     def save(self, workers: Workers, path: str | os.PathLike[str]) -> None:
         """Write a checkpoint on the first worker. A collective.
@@ -290,14 +282,11 @@ class TrainingState:
         except msgspec.ValidationError as error:
             raise CheckpointError(f"{where}: does not say what its models are: {error}") from None
         own = [prepared.origin for prepared in self.prepared]
-        return positions_of(origins, own, self._are_alike, where)
 
-    def _are_alike(self, first: int, second: int) -> bool:
-        """True if two of the session's models could load each other's values."""
-        one, other = self.prepared[first], self.prepared[second]
-        shapes = [{n: tuple(p.shape) for n, p in each.parameters.items()} for each in (one, other)]
-        kinds = [[type(optimizer) for optimizer in each.optimizers] for each in (one, other)]
-        return shapes[0] == shapes[1] and kinds[0] == kinds[1]
+        def alike(first: int, second: int) -> bool:
+            return _are_alike(self.prepared[first], self.prepared[second])
+
+        return positions_of(origins, own, alike, where)
 
     def _of_own_groups(
         self, rank: int, model: dict[str, Any], trees: dict[str, Any], where: str
@@ -663,6 +652,22 @@ def _check_one_folder(ranks: Sequence[int], given: Sequence[tuple[str, str]]) ->
                 f"session.save: worker {ranks[0]} gives {path!r}, and worker {rank} {other!r}; give one "
                 "folder on every worker: one of them writes for all"
             )
+
+
+def _buffers_of(models: Sequence[Prepared]) -> dict[str, Tensor]:
+    """Return the buffers of all models by the model's number and the buffer's name."""
+    return {
+        f"{index} {name}": tensor
+        for index, prepared in enumerate(models)
+        for name, tensor in prepared.buffers.named().items()
+    }
+
+
+def _are_alike(one: Prepared, other: Prepared) -> bool:
+    """True if two of the session's models could load each other's values."""
+    shapes = [{n: tuple(p.shape) for n, p in each.parameters.items()} for each in (one, other)]
+    kinds = [[type(optimizer) for optimizer in each.optimizers] for each in (one, other)]
+    return shapes[0] == shapes[1] and kinds[0] == kinds[1]
 
 
 def _lies_elsewhere(module: nn.Module) -> bool:
