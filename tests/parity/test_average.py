@@ -17,6 +17,8 @@ from support.cases import kept_for
 from support.pool import JobFailedError, WorkerPool
 from support.runs import alone, model, run_at
 
+pytestmark = pytest.mark.sampled
+
 HERE = ("ring", "hierarchical", "elastic", "tiers")  # strategies and stores whose workers step
 ELSEWHERE = ("server", "asp", "ps-hra", "peers", "server tiers", "peers tiers")
 DECAY = 0.8

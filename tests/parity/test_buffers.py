@@ -23,6 +23,8 @@ from atoll.train.api.place import Place
 from support.pool import WorkerPool
 from support.served import ServedRun, served_worker
 
+pytestmark = pytest.mark.sampled
+
 STEPS = 5
 
 

@@ -17,6 +17,8 @@ from atoll.core.errors import PrepareError, UserError
 from support.pool import WorkerPool
 from support.runs import alone, model, run_at
 
+pytestmark = pytest.mark.sampled
+
 WORLD, STEPS, AT = 2, 6, (2, 4)
 HERE = [
     "ring",

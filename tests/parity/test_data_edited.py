@@ -9,6 +9,8 @@ import atoll
 from support.pool import JobFailedError, WorkerPool
 from support.runs import model, run_at
 
+pytestmark = pytest.mark.sampled
+
 
 def train(session: atoll.Session, first: int, steps: int) -> float:
     """Clamp all values from step `first` on; returns the greatest at the end."""

@@ -10,6 +10,8 @@ import atoll
 from support.pool import WorkerPool
 from support.runs import model, run_at
 
+pytestmark = pytest.mark.sampled
+
 
 def train_and_export(session: atoll.Session, strict: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Export between two steps; returns the program's output, the model's, and the values at the end."""

@@ -20,6 +20,8 @@ from atoll.core.errors import PrepareError
 from support.pool import WorkerPool
 from support.runs import KINDS, alone, model, run_at
 
+pytestmark = pytest.mark.sampled
+
 STEPS = 4
 WORLD = 2
 

@@ -14,6 +14,8 @@ import atoll
 from support.pool import WorkerPool
 from support.runs import KINDS, alone, run_at
 
+pytestmark = pytest.mark.sampled
+
 WORLD = 2
 QUICK = ("server", "peers", "server tiers")
 

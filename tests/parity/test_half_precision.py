@@ -11,6 +11,8 @@ import atoll
 from support.pool import WorkerPool
 from support.runs import KINDS, run_at
 
+pytestmark = pytest.mark.sampled
+
 LARGE = 4000.0  # 32 times that is beyond float16's largest number, 65504
 RATE = 2.0**-20
 SIZES = ((32, 32), (1, 2), (32, 32))  # samples of the two workers, by step

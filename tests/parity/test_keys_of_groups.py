@@ -12,6 +12,8 @@ from atoll.core.errors import UserError
 from support.pool import JobFailedError, WorkerPool
 from support.runs import KINDS, PACES, model, run_at
 
+pytestmark = pytest.mark.sampled
+
 KEPT: dict[str, Any] = {
     "text": "encoder",
     "tuple": ((1, 2.0), "a"),

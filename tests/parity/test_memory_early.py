@@ -24,6 +24,8 @@ from support.cases import kept_for
 from support.families import FAMILIES, batch, loss_of
 from support.tight import same
 
+pytestmark = pytest.mark.sampled
+
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 SHARE = 0.4  # of the need, on the device
 SECONDS = 60.0  # until what is queued is stepped

@@ -30,7 +30,7 @@ from support.tight import CHUNK
 FAMILIES = ("tied", "resnet", "lora")
 
 
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = [pytest.mark.sampled, pytest.mark.usefixtures("poisoned")]
 
 
 def size_of(model: nn.Module) -> int:

@@ -38,7 +38,7 @@ from support.models import TinyGPT
 from support.optimizers import SETTINGS
 from support.tight import memory, same
 
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = [pytest.mark.sampled, pytest.mark.usefixtures("poisoned")]
 
 
 def _of_both(families: list[str]) -> list[Any]:

@@ -19,7 +19,7 @@ from support.families import build
 from support.members import Member
 from support.tight import same
 
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = [pytest.mark.sampled, pytest.mark.usefixtures("poisoned")]
 
 
 def check_gone(fitted: Sharded, rank: int) -> None:

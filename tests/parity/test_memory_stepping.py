@@ -35,6 +35,8 @@ from atoll.tensors.lazy import LazyTensor
 from support.models import MODELS
 from support.optimizers import FUSED, SETTINGS
 
+pytestmark = pytest.mark.sampled
+
 STEPS = 5
 # Torch's own fused SGD with momentum raises when a parameter's first gradient comes after the others'.
 CASES = [

@@ -15,6 +15,8 @@ from support.models import MODELS
 from support.optimizers import FUSED, SETTINGS
 from support.pool import ring_of_one
 
+pytestmark = pytest.mark.sampled
+
 STEPS = 8
 
 # Torch's own fused SGD with momentum raises when a parameter's first gradient comes after the others'.

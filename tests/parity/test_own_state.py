@@ -27,6 +27,8 @@ from atoll.train.api.place import Place
 from support.optimizers import FUSED, SETTINGS
 from support.pool import ring_of_one
 
+pytestmark = pytest.mark.sampled
+
 STEPS = 3
 LOADED = 1e-7
 Maker = Callable[[nn.Module], Optimizer]

@@ -18,6 +18,8 @@ import atoll
 from support.pool import JobFailedError, WorkerPool
 from support.runs import model, run_at
 
+pytestmark = pytest.mark.sampled
+
 WORLD, STEPS = 2, 6
 KINDS = ("ring", "server", "ps-hra")
 

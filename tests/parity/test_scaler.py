@@ -28,6 +28,8 @@ from support.parity import ALONE, await_groups
 from support.pool import WorkerPool
 from support.served import ServedRun, served_worker
 
+pytestmark = pytest.mark.sampled
+
 CHUNK, SCALE, MAX_NORM, TOLERANCE = 4096, 1024.0, 0.05, 1e-6
 HOW: dict[str, dict[str, Any]] = {
     "loop": {"foreach": False},

@@ -15,6 +15,8 @@ from atoll.train.gradients import watch
 from support.pool import WorkerPool
 from support.runs import KINDS, PACES, TOGETHER, alone, model, run_at
 
+pytestmark = pytest.mark.sampled
+
 # Step by step: who has a batch, whose loss is infinite, and how the script clips.
 SCRIPT: list[tuple[tuple[int, ...], tuple[int, ...], str]] = [
     ((0, 1), (), ""),

@@ -25,6 +25,8 @@ from support.parity import ALONE, await_groups
 from support.pool import JobFailedError, WorkerPool
 from support.served import ServedRun, served_worker
 
+pytestmark = pytest.mark.sampled
+
 CHUNK, SCALE, AT = 4096, 1024.0, 2
 
 

@@ -22,6 +22,8 @@ from atoll.tensors.checkpoint import read_checkpoint
 from support.pool import JobFailedError, WorkerPool
 from support.runs import alone, model, run_at
 
+pytestmark = pytest.mark.sampled
+
 WORLD, STEPS = 2, 5
 HERE = ("ring", "hierarchical", "elastic", "server", "ps-hra")  # the kinds that take several
 REFUSED = ("ps-hra asp", "peers", "tiers", "server tiers", "peers tiers")

@@ -27,6 +27,8 @@ from atoll.train.data.order import SampleOrder
 from support.pool import WorkerPool
 from support.served import ServedRun, served_worker
 
+pytestmark = pytest.mark.sampled
+
 LENGTH, BATCH, EPOCHS = 250, 24, 3  # the last batch of an epoch has 10 samples
 SECONDS = 10.0  # for each sample of a worker at full speed, by a clock that the test sets
 Result = tuple[list[np.ndarray[Any, Any]], list[int]]

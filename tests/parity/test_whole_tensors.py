@@ -24,6 +24,8 @@ from support.optimizers import BlockwiseSGD, ManyStates
 from support.pool import WorkerPool, ring_of_one
 from support.runs import KINDS, alone, run_at, run_with
 
+pytestmark = pytest.mark.sampled
+
 STEPS, SAMPLES, WORLD = 4, 4, 2
 Make = Callable[[Any], torch.optim.Optimizer]
 
