@@ -191,6 +191,9 @@ class Recorded:
         for push, values in (run for _, runs in self.pushes.values() for run in runs.values()):
             if push.iteration == but:
                 continue
+            if not any(push.present):
+                assert not values.numel()  # nothing to apply, and nothing was sent
+                continue
             chunk = model.layout.chunks[push.chunk]
             start, stop = m.run_of(chunk.extent, push.share, push.shares)
             flat = torch.zeros(chunk.extent).double()
