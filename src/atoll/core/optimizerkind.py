@@ -1,4 +1,4 @@
-"""What a model's optimizer is, for the processes that step in place of the script."""
+"""The description of an optimizer for the processes that step a model in place of the script."""
 
 from __future__ import annotations
 
