@@ -113,6 +113,15 @@ class Mortal(ABC, Generic[K]):
     def decisions(self) -> list[dict[str, Any]]:
         return decisions(self.folder)
 
+    def wait_until_fenced(self, names: Sequence[str]) -> None:
+        """Wait until the logs have told the hub how many iterations of each have counted: they do so after
+        it has said goodbye, when its results may long be here."""
+        until = time.monotonic() + DEADLINE
+        while missing := set(names) - set(counted(self.folder)):
+            assert not self.failures
+            assert time.monotonic() < until, f"not fenced: {sorted(missing)}; {self.decisions()}"
+            time.sleep(0.01)
+
     def __enter__(self: M) -> M:
         (self.folder / "fired").mkdir(parents=True)
         listening = threading.Event()
@@ -191,7 +200,8 @@ class Mortal(ABC, Generic[K]):
 def decisions(folder: Path) -> list[dict[str, Any]]:
     """What the hub of a run has decided."""
     path = folder / "hub" / "decisions.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def counted(folder: Path) -> dict[str, int]:
@@ -303,6 +313,7 @@ def train_in(
         results = pool.run(train, *arguments, world=workers)
         assert not run.failures
         assert run.fired == run.kills
+        run.wait_until_fenced([f"worker {rank}" for rank in range(workers)])
     return results
 
 

@@ -81,6 +81,9 @@ class MortalSites(Mortal[Kill]):
     def kill(self, who: str) -> None:
         self._processes[who].kill()
 
+    def wait_until_fenced(self, names: Sequence[str]) -> None:
+        super().wait_until_fenced([*names, *(f"site {site!r}" for site in self._sites)])
+
     def _life(self, who: str) -> tuple[Callable[..., None], tuple[Any, ...]]:
         return _live, (who, self.address, self.folder, self.kills, self._seconds, self._loses)
 

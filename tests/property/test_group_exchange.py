@@ -133,7 +133,7 @@ class Grouped(Member):
         )
         together = Together(self.ring, list, grouping=lambda: 0, move=lambda _: None)
         exchange.group = exchange._together = together
-        exchange._pipeline, exchange._in_flight = self.pipeline, None
+        exchange._pipeline, exchange._in_flight, exchange._shares = self.pipeline, None, None
         exchange.consumed, exchange.exchange_seconds = 0, 0.0
         exchange._outgoing = lambda *_: self.outgoing
         self.exchange, self._exchanges = exchange, itertools.count()
@@ -161,7 +161,7 @@ class Grouped(Member):
     def on(self, *_: object) -> None:
         pass
 
-    def stepping(self) -> AbstractContextManager[None]:
+    def stepping(self, _of: object) -> AbstractContextManager[None]:
         return nullcontext()
 
     def what(self) -> str:
