@@ -25,7 +25,7 @@ BUDGETS = (0.25, 0.5, 0.75)  # of the need
 Scenario = Callable[["Run"], list[Any]]
 
 
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = [pytest.mark.usefixtures("poisoned"), pytest.mark.sampled]
 
 
 class Run:

@@ -17,6 +17,8 @@ from support.cases import kept_for
 from support.pool import JobFailedError, WorkerPool
 from support.runs import EVERYWHERE, TOGETHER, alone, model, run_at
 
+pytestmark = pytest.mark.sampled
+
 IN_STEP = (*TOGETHER, "elastic", "server tiers")
 LENGTHS = (5, 3)
 EPOCHS = 2

@@ -21,6 +21,8 @@ from support.parity import ALONE, await_groups
 from support.pool import JobFailedError, WorkerPool
 from support.served import ServedRun, served_worker
 
+pytestmark = pytest.mark.sampled
+
 STEPS, MEETING = 7, 4
 
 

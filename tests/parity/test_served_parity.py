@@ -15,6 +15,8 @@ from support.parity import OPTIMIZERS, Case, differences, own_buffers, train_pla
 from support.pool import WorkerPool
 from support.served import ServedRun
 
+pytestmark = pytest.mark.sampled
+
 FLOAT64 = cases(torch.float64, WORKERS, tuple(OPTIMIZERS))
 FLOAT32 = cases(torch.float32, WORKERS, ("sgd",))
 

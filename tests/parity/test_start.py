@@ -13,6 +13,8 @@ from atoll.core.errors import PrepareError
 from support.pool import WorkerPool
 from support.runs import KINDS, alone, model, run_at
 
+pytestmark = pytest.mark.sampled
+
 
 def begin(session: atoll.Session) -> list[float]:
     """How far values are from worker 0's: those of trained parameters, the frozen one and a buffer after

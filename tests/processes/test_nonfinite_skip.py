@@ -14,7 +14,7 @@ from atoll.observe.progress import describe_event
 from support.pool import WorkerPool
 from support.runs import EVERYWHERE, TOGETHER, run_at
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.sampled]
 
 BAD = 3  # the iteration, on worker 1
 

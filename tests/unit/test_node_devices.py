@@ -40,6 +40,8 @@ from atoll.wire.device import (
 )
 from support.pool import WorkerPool
 
+pytestmark = pytest.mark.sampled
+
 SAMPLES = (4, 2)  # of the two devices' batches
 
 

@@ -18,6 +18,8 @@ from atoll.exchange.globalparameters import Contribution, GlobalParameters, Prep
 from atoll.exchange.globalstate import pack_globals
 from atoll.wire.device import Clip
 
+pytestmark = pytest.mark.sampled
+
 TWO = [{"lr": 0.05}, {"lr": 0.02, "weight_decay": 0.1}]
 KINDS: list[tuple[type[torch.optim.Optimizer], list[dict[str, Any]]]] = [
     (torch.optim.SGD, [{"momentum": 0.9, "nesterov": True, **TWO[0]}, TWO[1]]),

@@ -23,6 +23,8 @@ from atoll.ltp.probing import MOST_PROBE
 from atoll.ltp.rates import QUIET_ROUNDS, TABLE
 from atoll.ltp.settings import LtpSettings
 
+pytestmark = pytest.mark.sampled
+
 GIGABIT = 125e6
 RTT = 0.04
 HELD = GIGABIT * RTT  # bytes that the path holds

@@ -16,6 +16,8 @@ from atoll.train.data.owndata import OwnData
 from atoll.train.data.peerssampler import PeerBatches
 from atoll.train.data.sampler import BatchesSampler, ShardedSampler
 
+pytestmark = pytest.mark.sampled
+
 WORLD, BATCH = 3, 5
 
 
