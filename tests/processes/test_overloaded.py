@@ -21,7 +21,7 @@ from killed_runs import STEADY, hub_decisions, start
 from run_command import DEADLINE, Command, cause_of, wait_for
 
 LOOPS = 8
-# In worker 1, and in its CPU side: while the file is there, Python's lock is held for calls that take CPU.
+# In worker STARVED, and in its CPU side: while the file is there, calls that take CPU hold Python's lock.
 WANTS_CPU = """
 import os
 import threading
@@ -35,7 +35,7 @@ def want():
         time.sleep(0.05)
 
 
-if os.environ.get("RANK") == "1":
+if int(os.environ.get("RANK", "-9")) + int(os.environ.get("ATOLL_FIRST_WORKER", "0")) == STARVED:
     threading.Thread(target=want, daemon=True).start()
 """
 BEYOND = 3.0  # seconds of such a silence, beyond the moment at which it is seen
@@ -72,6 +72,10 @@ def starved(folder: Path, pids: list[int]) -> Iterator[None]:
         schedule(pids, os.sched_getaffinity(0), os.SCHED_OTHER)
 
 
+def wanting_cpu(command: Command, worker: int = 1) -> dict[str, str]:
+    return with_site(command, WANTS_CPU.replace("STARVED", str(worker)))
+
+
 def with_site(command: Command, code: str) -> dict[str, str]:
     """The environment in which each process of Python runs this first."""
     (command.directory / "sitecustomize.py").write_text(code)
@@ -106,7 +110,7 @@ def told_of_worker(command: Command) -> list[str]:
 )
 def test_a_worker_that_gets_no_cpu_is_waited_for(command: Command, run: str, told) -> None:
     steady = STEADY.replace("STEPS", "60")
-    process = start(command, steady, run=run, workers=3, environment=with_site(command, WANTS_CPU))
+    process = start(command, steady, run=run, workers=3, environment=wanting_cpu(command))
     wait_for(lambda: command.steps() > 3, "a few steps")
     pid = command.worker_pid(1)
     children = [child.pid for child in psutil.Process(pid).children(recursive=True)]
@@ -125,14 +129,23 @@ def test_a_worker_that_gets_no_cpu_is_waited_for(command: Command, run: str, tol
     assert "left out" not in err, err
 
 
-def test_a_node_that_is_heard_and_whose_worker_gets_no_cpu_is_waited_for(command: Command) -> None:
+@pytest.mark.parametrize(
+    ("workers", "nodes", "starving"),
+    [(3, "", 1), (4, "count = 2", 2), (4, "count = 2", 3)],
+    ids=["one device", "the leader", "a device that does not lead"],
+)
+def test_a_node_that_is_heard_and_whose_worker_gets_no_cpu_is_waited_for(
+    command: Command, workers: int, nodes: str, starving: int
+) -> None:
     """Its CPU side answers, and the others wait for its iterations: for 6 s, a tenth of sync.timeout."""
-    options = ("[sync]", "stale_max = 0", "timeout = '60s'")
+    options = ("[sync]", "stale_max = 0", "timeout = '60s'", "[groups]", nodes)
     steady = STEADY.replace("STEPS", "40")
-    environment = with_site(command, WANTS_CPU)
-    process = start(command, steady, *options, run="strategy = 'peers'", workers=3, environment=environment)
+    environment = wanting_cpu(command, starving)
+    process = start(
+        command, steady, *options, run="strategy = 'peers'", workers=workers, environment=environment
+    )
     wait_for(lambda: command.steps() > 3, "a few steps")
-    with starved(command.directory, [command.worker_pid(1)]):
+    with starved(command.directory, [command.worker_pid(starving)]):
         wait_for(lambda: told_of_node(command) or process.poll() is not None, "its delay")
         assert process.poll() is None, process.communicate()
         time.sleep(BEYOND)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from pathlib import PurePath
+
+from msgspec.structs import replace
 
 from atoll.core.errors import UserError
 from atoll.net.endpoint import check_reach, host_and_port
 from atoll.net.keys import Keys
 from atoll.wire.base import MOST_AHEAD, VERSION
-from atoll.wire.nodes import Greet
+from atoll.wire.nodes import Greet, Trains
 from atoll.wire.peerviews import NODES
 
 WORDS, CHUNKS = 0, 1  # the two connections to a node: for short messages, and for chunks
@@ -68,10 +71,19 @@ class Guests:
         """True unless a later life of the guest's node has greeted."""
         return self._lives[guest.node] == (guest.incarnation, guest.life)
 
-    def origin(self, node: int, incarnation: int) -> str:
-        """Return the machine and process that a node has named as its own; empty if unknown."""
-        greets = (who for who in self._guests.values() if (who.node, who.incarnation) == (node, incarnation))
-        return next((who.origin for who in greets), "")
+    def origins(self, node: int, incarnation: int) -> tuple[str, list[str]]:
+        """Return the places of the processes that a node has named: its CPU side's, and its devices'.
+
+        Empty if unknown; the devices are known once the node is set up.
+        """
+        greets = [who for who in self._guests.values() if (who.node, who.incarnation) == (node, incarnation)]
+        latest = max(greets, key=attrgetter("number"), default=None)
+        return (latest.origin, latest.devices) if latest is not None else ("", [])
+
+    def note_trains(self, peer: bytes, trains: Trains) -> None:
+        """Record that the node whose connection this is has been set up."""
+        made = replace(self._guests[peer], number=trains.number, devices=trains.devices)
+        self._guests[peer] = made
 
     def refusal(self, greet: Greet, reached_at: str) -> str:
         """Return the reason why a node is not let in, or "" if it is.

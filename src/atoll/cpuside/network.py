@@ -122,7 +122,7 @@ class Network:
         self.name = f"node {begin.node}"
         self.counts = Counts()
         self.life = secrets.token_hex(8)
-        self._digest, self._number = "", 0
+        self._trains = Trains(digest="", number=0)
         self._links: dict[int, _Link] = {}
         self._met: list[Met] = []
         self.has_answered = False  # a node has answered a greeting
@@ -208,11 +208,14 @@ class Network:
         if node in self._links and self._links[node].ways:
             self._reopen(self._links[node], CHUNKS)
 
-    def set_up(self, digest: str, number: int) -> None:
-        """Announce to all nodes that this one trains the model `digest` since its set-up `number`."""
-        self._digest, self._number = digest, number
+    def set_up(self, digest: str, number: int, devices: Sequence[str] = ()) -> None:
+        """Announce to all nodes that this one trains the model `digest` since its set-up `number`.
+
+        `devices` are the places of its devices' processes.
+        """
+        self._trains = Trains(digest=digest, number=number, devices=list(devices))
         for node in self._links:
-            self.send(node, Trains(digest=digest, number=number))
+            self.send(node, self._trains)
 
     def _way(self, link: _Link, which: int) -> _Way:
         name = f"node {link.at.node}"
@@ -231,11 +234,12 @@ class Network:
             to=link.at.node,
             address=self.address,
             life=self.life,
-            digest=self._digest,
-            number=self._number,
+            digest=self._trains.digest,
+            number=self._trains.number,
             way=which,
             codec=self._begin.codec,
             origin=own_origin(),
+            devices=self._trains.devices,
         )
         client.send(encode(greet))
         return _Way(client)
@@ -331,6 +335,7 @@ class Network:
         if not self._guests.is_alive(guest):
             return None  # the sender's life is over
         if isinstance(message, Trains):
+            self._guests.note_trains(received.peer, message)
             self._note_trains(guest.node, message.digest, message.number)
             return None
         return Arrived(guest.node, guest.incarnation, message, received.payload)
@@ -342,14 +347,9 @@ class Network:
         if reason or self._other_model(greet.digest):
             return reason or f"it {_OTHER_MODEL}"
         new = self._guests.admit(peer, greet)
-        self._server.send(
-            peer,
-            encode(
-                Greeted(
-                    node=self.node, incarnation=self.incarnation, digest=self._digest, number=self._number
-                )
-            ),
-        )
+        digest, number = self._trains.digest, self._trains.number
+        answer = Greeted(node=self.node, incarnation=self.incarnation, digest=digest, number=number)
+        self._server.send(peer, encode(answer))
         at = NodeAt(greet.node, greet.incarnation, greet.address)
         if new:
             self.link_to(at)
@@ -362,7 +362,7 @@ class Network:
 
         A loaded checkpoint does not change the digest.
         """
-        return bool(digest and self._digest) and digest != self._digest
+        return bool(digest and self._trains.digest) and digest != self._trains.digest
 
     def _note_trains(self, node: int, digest: str, number: int) -> None:
         link = self._links.get(node)
@@ -402,8 +402,8 @@ class Network:
             way.greeted, link.refusal, self.has_answered = True, "", True
             self._note_trains(link.at.node, message.digest, message.number)
             # The model may have been set up after this greeting was sent.
-            if link.ways and way is link.ways[WORDS] and self._digest:
-                self.send(link.at.node, Trains(digest=self._digest, number=self._number))
+            if link.ways and way is link.ways[WORDS] and self._trains.digest:
+                self.send(link.at.node, self._trains)
         elif isinstance(message, Refused) and message.request == "Greet":
             reason = one_line(message.reason, 1000)
             self._refused_by(link, f"node {link.at.node} at {link.at.address} refused: {reason}")

@@ -74,13 +74,13 @@ class SettingUp:
         self._publishing.clear()
         self._history.clear()  # the script may count anew
         self._history.consumed = message.consumed
-        if message.devices > 1:
+        if len(message.devices) > 1:
             self._states.open_door()
         stage.number = number = message.number + stage.uncounted
 
         def is_set_up(made: Trained) -> None:
             stage.trained = made
-            self._others.network.set_up(message.digest, number)
+            self._others.network.set_up(message.digest, number, message.devices)
             self._since = time.monotonic()
 
         # The first optimizer of a process takes seconds, in which torch imports modules.
@@ -153,4 +153,5 @@ class SettingUp:
         stage, self._since = self._stage, None
         stage.uncounted += number - stage.number
         stage.number = number
-        self._others.network.set_up(stage.model.setup.digest, number)
+        setup = stage.model.setup
+        self._others.network.set_up(setup.digest, number, setup.devices)

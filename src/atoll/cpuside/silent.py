@@ -32,10 +32,10 @@ class SilentNodes:
 
         A process that lives and computes counts as alive for at most `most` seconds. Reports a node that is
         waited for at most once a minute. Messages come from the node's CPU side. Iterations also take its
-        worker, the CPU side's parent.
+        devices, any of which can hold up all; until they are known, its worker, the CPU side's parent.
         """
-        origin = self._guests.origin(life.node, life.incarnation)
-        origins = [origin] if lack == SILENT else [parent_of(origin), origin]
+        origin, devices = self._guests.origins(life.node, life.incarnation)
+        origins = [origin] if lack == SILENT else [*(devices or [parent_of(origin)]), origin]
         found = [self._vouching.judge(each, seconds, most) for each in origins]
         judgement = next(
             (each for each in found if each.alive and each.why), max(found, key=attrgetter("alive"))

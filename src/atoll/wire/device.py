@@ -33,6 +33,7 @@ NO_STATE = "a node that comes late gets no state of the script"  # why follows
 NO_MORE = 2**52  # in place of an iteration: the script has made all of its own
 Note: TypeAlias = Annotated[bytes, Meta(max_length=2**16)]  # the session's own data on a contribution
 Buffer: TypeAlias = Annotated[int, Meta(ge=0, lt=16)]
+Processes: TypeAlias = Annotated[list[Name], Meta(max_length=1024)]  # core/liveness.py: own_origin
 
 
 class NodeAt(msgspec.Struct, frozen=True):
@@ -117,7 +118,8 @@ class SetUp(Message, frozen=True):
     the optimizer, the configuration and the processor's instruction set: nodes with another digest are
     refused. `iteration` is the number of iterations that the checkpoint had made, of `consumed` samples. A
     late worker's initial parameters are ignored. `slots` and `buffers` are the shared memory's. `by_tensor`:
-    the optimizer steps whole tensors.
+    the optimizer steps whole tensors. `devices` are the places of the processes of the node's devices
+    (core/liveness.py), the leader's first; where there are more, the others may ask for the state themselves.
     """
 
     number: Count
@@ -131,7 +133,7 @@ class SetUp(Message, frozen=True):
     packed: Count = 0  # bytes of optimizer state in the second descriptor
     threads: Count = 1  # for the optimizer
     consumed: Weight = 0.0
-    devices: Count = 1  # of the node; where there are more, the others may ask for the state themselves
+    devices: Processes = []
     own_optimizer: Text = ""  # the script's own class as "package.module:Class"; empty: one of torch.optim's
     path: list[Text] = []  # where the worker's modules are
     by_tensor: bool = False

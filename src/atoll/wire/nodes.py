@@ -26,7 +26,7 @@ from atoll.wire.base import (
     WireError,
     decode_with,
 )
-from atoll.wire.device import Applied, Clip, Note
+from atoll.wire.device import Applied, Clip, Note, Processes
 from atoll.wire.peers import Key, NodeReport, PeerMessage, flaw
 from atoll.wire.peerviews import Life
 from atoll.wire.workerstand import WorkerStand, unreadable
@@ -39,8 +39,8 @@ class Greet(Message, frozen=True):
     its process alone: two processes of one node and incarnation are two nodes with one name. `digest` names
     what it trains, once it is set up for the `number`-th time (empty: not yet). `way`: 0 for words, 1 for
     chunks; a later connection of the same node and way takes an earlier one's place. `codec` is its
-    `sync.codec`. `origin` is where its process is, for nodes of the same machine to look at it when it is
-    silent (core/liveness.py).
+    `sync.codec`. `origin` is where its process is, and `devices` where those of its devices are, for nodes of
+    the same machine to look at them when it is silent or makes no iteration (core/liveness.py).
     """
 
     version: int
@@ -55,6 +55,7 @@ class Greet(Message, frozen=True):
     way: Count = 0
     codec: Name = PLAIN_CODEC
     origin: Name = ""
+    devices: Processes = []
 
 
 class Greeted(Message, frozen=True):
@@ -67,10 +68,11 @@ class Greeted(Message, frozen=True):
 
 
 class Trains(Message, frozen=True):
-    """The sender is set up for the `number`-th time, with what `digest` names."""
+    """The sender is set up for the `number`-th time, with what `digest` names; `devices` as in Greet."""
 
     digest: Name
     number: Count
+    devices: Processes = []
 
 
 class Word(Message, frozen=True):

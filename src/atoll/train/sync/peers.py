@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.core.errors import CheckpointError, GivenUpError, MismatchError, PrepareError, UserError
+from atoll.core.liveness import own_origin
 from atoll.core.stands import Stand, are_in_one_epoch, describe_mismatch, mixed_epochs
 from atoll.exchange.codecs import OWN, codec_named
 from atoll.exchange.coding import Coding
@@ -344,10 +345,10 @@ class PeerModel:
         training, worker = self.training, self._worker
         self._number += 1
         self._ready = None
-        memory = self._share_memory()
+        memory, origins = self._share_memory()
         self.exchange.attach(memory, self.exchange.steps)
         if worker.leads:
-            self._bring(memory)
+            self._bring(memory, origins)
         worker.wait(
             lambda: self._ready is not None, "its CPU side to be set up, and to be let in by the others"
         )
@@ -364,8 +365,11 @@ class PeerModel:
             self._returned(self._ready.script)
         training.optimizer.state.clear()
 
-    def _share_memory(self) -> HostMemory:
-        """Return the memory that the leader makes for its CPU side, with the model's values in it."""
+    def _share_memory(self) -> tuple[HostMemory, list[str]]:
+        """Return the memory that the leader makes for its CPU side, with the model's values in it.
+
+        And the places of the processes of the node's devices, in order.
+        """
         training, made = self.training, []
 
         def make() -> bytes:
@@ -379,8 +383,8 @@ class PeerModel:
 
         path = self._worker.devices.led(make, "the node's shared memory").decode()
         memory = made[0] if made else HostMemory.opened(self._plan, path)
-        self._worker.devices.gather(b"", "the look into the node's shared memory")
-        return memory
+        found = self._worker.devices.gather(own_origin().encode(), "the look into the node's shared memory")
+        return memory, [each.decode() for each in found]
 
     def _copy_values(self, bound: BoundChunk, into: Tensor) -> None:
         """Copy a chunk's values into `into`, (extent,)."""
@@ -390,7 +394,7 @@ class PeerModel:
         for bound in self.training.frozen:
             bound.flat[: bound.chunk.extent].copy_(memory.frozen[bound.chunk.id])
 
-    def _bring(self, memory: HostMemory) -> None:
+    def _bring(self, memory: HostMemory, origins: list[str]) -> None:
         training = self.training
         packed, file = self._packed()
         descriptors = [memory.fd] if file < 0 else [memory.fd, file]
@@ -407,7 +411,7 @@ class PeerModel:
                 packed=packed,
                 threads=max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))),
                 consumed=self.exchange.consumed,
-                devices=self._worker.devices.count,
+                devices=origins,
                 own_optimizer=self._own_optimizer,
                 path=[str(Path(place).absolute()) for place in sys.path] if self._imports else [],
                 by_tensor=training.unit.by_tensor,
