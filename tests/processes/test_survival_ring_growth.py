@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from atoll.core import points
 from atoll.train.api.session import Session
 from atoll.train.group.confirmation import Confirmations, steps
+from atoll.train.group.memberlinks import MemberLinks
 
 # -- one worker alone, through a hub ------------------------------------------------------------------------
 
@@ -73,7 +74,7 @@ def confirms_by(session: Session) -> list[int]:
     channels = session._runtime.ring.channels.current
     assert channels is not None
     assert channels.confirmations is not None
-    return channels.confirmations.without
+    return channels.confirmations.links.without
 
 
 def test_one_begins_alone_another_enters_and_the_first_is_killed(tmp_path: Path) -> None:
@@ -326,16 +327,14 @@ def confirms(session: Session, who: int, folder: Path) -> dict[str, Any]:
 def deaf(who: int) -> None:
     """Worker 1 cannot listen."""
 
-    def listens(
-        confirmations: Confirmations, listen: Callable[..., Any] = Confirmations._listen
-    ) -> socket.socket | None:
+    def listens(links: MemberLinks, listen: Callable[..., Any] = MemberLinks._listen) -> socket.socket | None:
         if who == 1:
-            confirmations.trouble = "it cannot listen: no ports are left"
+            links.trouble = "it cannot listen: no ports are left"
             return None
-        found: socket.socket | None = listen(confirmations)
+        found: socket.socket | None = listen(links)
         return found
 
-    Confirmations._listen = listens  # type: ignore[method-assign]
+    MemberLinks._listen = listens  # type: ignore[method-assign]
 
 
 def test_where_one_cannot_connect_all_confirm_by_sums_until_it_is_gone(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from atoll.core.errors import AtollError, DeadlineError
 from atoll.train.api.place import Place
 from atoll.train.group.channel import BrokenRingError
 from atoll.train.group.confirmation import Confirmations
+from atoll.train.group.memberlinks import MemberLinks
 
 SECONDS = 30.0
 
@@ -94,7 +95,7 @@ def test_nobody_passes_before_all_have_come(world: int) -> None:
             come[rank] = number
             confirmations.confirm("it")
             assert min(come) >= number
-        return len(confirmations._links)
+        return len(confirmations.links.by_rank)
 
     links = group.run(act)
     assert links == [world - 1] * world  # up to seven, all are partners
@@ -103,18 +104,18 @@ def test_nobody_passes_before_all_have_come(world: int) -> None:
 
 def test_who_cannot_listen_makes_all_confirm_by_sums_and_is_named() -> None:
     group = Group(3)
-    listen = Confirmations._listen
+    listen = MemberLinks._listen
 
-    def listens(confirmations: Confirmations) -> socket.socket | None:
-        if confirmations._place.rank == 1:
-            confirmations._channel.host = "192.0.2.1"  # type: ignore[misc]  # an address that nobody has
-        return listen(confirmations)
+    def listens(links: MemberLinks) -> socket.socket | None:
+        if links._place.rank == 1:
+            links._channel.host = "192.0.2.1"  # type: ignore[misc]  # an address that nobody has
+        return listen(links)
 
     def act(confirmations: Confirmations) -> tuple[list[int], str, int]:
         confirmations.confirm("it")
-        return confirmations.without, confirmations.trouble, len(confirmations._links)
+        return confirmations.links.without, confirmations.links.trouble, len(confirmations.links.by_rank)
 
-    with mock.patch.object(Confirmations, "_listen", listens):
+    with mock.patch.object(MemberLinks, "_listen", listens):
         found = group.run(act)
     assert [without for without, _, _ in found] == [[11]] * 3
     assert [bool(trouble) for _, trouble, _ in found] == [False, True, False]
@@ -137,9 +138,9 @@ def test_who_cannot_be_reached_makes_all_confirm_by_sums() -> None:
 
     with (
         mock.patch.object(Played, "all_gather", elsewhere),
-        mock.patch("atoll.train.group.confirmation._CONNECT_SECONDS", 0.5),
+        mock.patch("atoll.train.group.memberlinks._CONNECT_SECONDS", 0.5),
     ):
-        found = group.run(lambda confirmations: (confirmations.without, confirmations.trouble))
+        found = group.run(lambda confirmations: (confirmations.links.without, confirmations.links.trouble))
     assert found[0][0] == found[1][0] == found[2][0]
     assert {11, 12} <= set(found[0][0])
     assert "refused" in found[1][1]
@@ -158,9 +159,9 @@ def test_an_address_that_is_none_is_not_connected_to(place: bytes) -> None:
 
     with (
         mock.patch.object(Played, "all_gather", spoilt),
-        mock.patch("atoll.train.group.confirmation._CONNECT_SECONDS", 0.2),
+        mock.patch("atoll.train.group.memberlinks._CONNECT_SECONDS", 0.2),
     ):
-        found = group.run(lambda confirmations: confirmations.without)
+        found = group.run(lambda confirmations: confirmations.links.without)
     assert found == [[10, 11]] * 2
 
 
@@ -169,21 +170,21 @@ def test_strangers_are_turned_away(greeting: bytes) -> None:
     """One that says nothing, one that says something else, one that does not know the secret."""
     group = Group(2)
     strangers: list[socket.socket] = []
-    connect = Confirmations._connect
+    connect = MemberLinks._connect
 
-    def after_a_stranger(confirmations: Confirmations, listener: socket.socket, *others: Any) -> None:
-        if confirmations._place.rank == 0:
+    def after_a_stranger(links: MemberLinks, listener: socket.socket, *others: Any) -> None:
+        if links._place.rank == 0:
             strangers.append(socket.create_connection(listener.getsockname()))
             strangers[0].sendall(greeting)
-        connect(confirmations, listener, *others)
+        connect(links, listener, *others)
 
     def act(confirmations: Confirmations) -> list[int]:
         confirmations.confirm("it")
-        return confirmations.without
+        return confirmations.links.without
 
     with (
-        mock.patch.object(Confirmations, "_connect", after_a_stranger),
-        mock.patch("atoll.train.group.confirmation._GREETING_SECONDS", 0.2),
+        mock.patch.object(MemberLinks, "_connect", after_a_stranger),
+        mock.patch("atoll.train.group.memberlinks._GREETING_SECONDS", 0.2),
     ):
         assert group.run(act) == [[], []]
     for stranger in strangers:

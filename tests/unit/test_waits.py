@@ -235,17 +235,13 @@ REVIEWED: dict[str, str] = {
     "train/group/channel.py: Channel.wait: work.wait()": "NCCL's work has been polled until its end",
     "train/members/reach.py: _exchange: store.get(key)": "it is there: `wait` has returned",
     "train/group/standing.py: _Inquiry._read: self._store.get(key)": "it is there: `check` has found it",
-    "train/group/confirmation.py: Confirmations.close: link.shutdown(socket.SHUT_RDWR)": "it does not wait",
+    "train/group/memberlinks.py: MemberLinks.close: link.shutdown(socket.SHUT_RDWR)": "it does not wait",
     "train/group/confirmation.py: Confirmations._hear: link.recv(1)": _SLICES,
     "cpuside/door.py: Door._admit: self._listening.accept()": "a socket that does not block",
     "train/sync/peersdoor.py: ask_at: link.connect(f'\\x00{door}')": _PROBE,
-    (
-        "train/group/confirmation.py: Confirmations._connect: link.sendall(_GREETING.pack(theirs, rank))"
-    ): _SLICES,
-    "train/group/confirmation.py: Confirmations._accept: listener.accept()": _SLICES,
-    (
-        "train/group/confirmation.py: Confirmations._accept: link.recv(_GREETING.size - len(greeting))"
-    ): _SLICES,
+    ("train/group/memberlinks.py: MemberLinks._connect: link.sendall(_GREETING.pack(theirs, rank))"): _SLICES,
+    "train/group/memberlinks.py: MemberLinks._accept: listener.accept()": _SLICES,
+    ("train/group/memberlinks.py: MemberLinks._accept: link.recv(_GREETING.size - len(greeting))"): _SLICES,
     "train/group/channel.py: Channel._watch: work.wait()": (
         "the work is over; this gives its error, if it has one"
     ),

@@ -249,17 +249,18 @@ class Records:
         confirmations = None if channels is None else channels.confirmations
         if confirmations is None:
             return
+        links = confirmations.links
         choice, reason = "over connections of the workers' own", "all could connect"
-        if confirmations.without:
+        if links.without:
             choice = "by all-reduce, which takes longer"
-            names = " and ".join(f"worker {name}" for name in confirmations.without)
+            names = " and ".join(f"worker {name}" for name in links.without)
             reason = f"not all could connect: {names}"
         if choice != self._confirming:
             self._confirming = choice
             self.decided("confirmations", choice, reason)
-            if confirmations.trouble:
+            if links.trouble:
                 name = self._who.place.name
-                self.warn(f"worker {name}: the ring's members confirm {choice}: {confirmations.trouble}")
+                self.warn(f"worker {name}: the ring's members confirm {choice}: {links.trouble}")
 
     def tell_of_node(self) -> None:
         """Report the figures of this node's CPU side. Only the leader of the node's devices does."""

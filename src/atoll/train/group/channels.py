@@ -17,7 +17,9 @@ from atoll.train.api.place import Place
 from atoll.train.group.channel import BrokenRingError, Channel, Sums
 from atoll.train.group.confirmation import Confirmations
 from atoll.train.group.hierarchy import Hierarchy
+from atoll.train.group.memberlinks import MemberLinks
 from atoll.train.group.ordering import RingOrder
+from atoll.train.group.shortsums import MEMBERS, ShortSums
 from atoll.train.group.solo import SoloChannel
 
 _CPU = torch.device("cpu")
@@ -76,6 +78,7 @@ class Opened:
         session: carries what workers report to one another outside iterations, on the CPU.
         confirmations: the barriers that end rounds; None for a worker alone, and for a ring that does not
             survive losses.
+        links: the connections for short sums; None where sums go over the ring whatever their length.
         all: all channels, with those of this worker's group within the ring.
     """
 
@@ -83,6 +86,7 @@ class Opened:
     agreement: Channel
     session: Channel
     confirmations: Confirmations | None
+    links: MemberLinks | None
     all: Sequence[Channel]
 
 
@@ -139,8 +143,19 @@ class RingChannels:
             agreement = words_beside(ring, "agreement", device, opened)
             if self._inside is not None:
                 opened += self._inside.open(session, device)
-            confirmations = Confirmations(agreement) if self._confirms and not alone else None
-        self.current = Opened(data, agreement, session, confirmations, opened)
+            links = None
+            if self._hierarchy is None and device.type == "cpu" and 1 < place.world <= MEMBERS:
+                others = set(range(place.world)) - {place.rank}
+                links = MemberLinks(agreement, others, "to send short tensors to one another")
+                if not links.without:
+                    data = ShortSums(data, ring, links)
+            try:
+                confirmations = Confirmations(agreement) if self._confirms and not alone else None
+            except BaseException:
+                if links is not None:
+                    links.close()
+                raise
+        self.current = Opened(data, agreement, session, confirmations, links, opened)
         self.generation += 1
 
     @property
@@ -164,6 +179,7 @@ class RingChannels:
         current, self.current = self.current, None
         if current is None:
             return ()
-        if current.confirmations is not None:
-            current.confirmations.close()
+        for beside in (current.confirmations, current.links):
+            if beside is not None:
+                beside.close()
         return current.all
