@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -33,6 +34,7 @@ from atoll.hub.decisions import read_decisions
 from atoll.train.api.session import Session
 from atoll.train.gradients.ring import RingReducer
 from atoll.train.group.channel import BrokenRingError
+from atoll.train.group.rounds import Ring
 from atoll.train.group.sockets import shut
 from support.pool import FORKSERVER
 from support.served import ServedRun, served_worker
@@ -420,6 +422,15 @@ def test_one_dies_where_the_others_wait_in_a_collective_of_the_session(tmp_path:
         assert result["mean"] == pytest.approx(mean)
 
 
+def break_connections(ring: Ring) -> int:
+    """Break those over which sums pass; return the number of c10d's."""
+    assert ring.channels.current is not None
+    assert ring.channels.current.member_links is not None
+    for link in ring.channels.current.member_links.by_rank.values():
+        link.shutdown(socket.SHUT_RDWR)
+    return shut(ring.agreement._ports, ring.agreement._peers)
+
+
 def cut_off(session: Session, who: int, folder: Path) -> dict[str, Any]:
     """As `trains`; in one iteration all connections of worker 1 to the others break, as a router might do."""
     model, optimizer = make()
@@ -430,8 +441,7 @@ def cut_off(session: Session, who: int, folder: Path) -> dict[str, Any]:
         session.weight(2.0**who)
         if (who, step) == (1, STRIKE):
             assert session._runtime.ring is not None
-            data = session._runtime.ring.data
-            assert shut(data._ports, data._peers) == 2
+            assert break_connections(session._runtime.ring) == 2
         loss_of(model, who, step).backward()
         counted.append(weight_of(session))
         optimizer.step()
@@ -463,7 +473,7 @@ def lose_word(session: Session, of: str, have_it: Callable[[], bool]) -> None:
         if of in what and not lost:
             lost.append(what)
             wait_for(have_it, "the others to go on", DEADLINE / 2)
-            shut(ring.data._ports, ring.data._peers)
+            break_connections(ring)
             raise BrokenRingError("the others' last word is lost")
 
     ring._confirm = loses  # type: ignore[method-assign]

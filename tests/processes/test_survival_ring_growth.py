@@ -74,7 +74,7 @@ def confirms_by(session: Session) -> list[int]:
     channels = session._runtime.ring.channels.current
     assert channels is not None
     assert channels.confirmations is not None
-    return channels.confirmations.links.without
+    return channels.confirmations.member_links.without
 
 
 def test_one_begins_alone_another_enters_and_the_first_is_killed(tmp_path: Path) -> None:

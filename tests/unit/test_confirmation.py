@@ -95,7 +95,7 @@ def test_nobody_passes_before_all_have_come(world: int) -> None:
             come[rank] = number
             confirmations.confirm("it")
             assert min(come) >= number
-        return len(confirmations.links.by_rank)
+        return len(confirmations.member_links.by_rank)
 
     links = group.run(act)
     assert links == [world - 1] * world  # up to seven, all are partners
@@ -113,7 +113,11 @@ def test_who_cannot_listen_makes_all_confirm_by_sums_and_is_named() -> None:
 
     def act(confirmations: Confirmations) -> tuple[list[int], str, int]:
         confirmations.confirm("it")
-        return confirmations.links.without, confirmations.links.trouble, len(confirmations.links.by_rank)
+        return (
+            confirmations.member_links.without,
+            confirmations.member_links.trouble,
+            len(confirmations.member_links.by_rank),
+        )
 
     with mock.patch.object(MemberLinks, "_listen", listens):
         found = group.run(act)
@@ -140,7 +144,9 @@ def test_who_cannot_be_reached_makes_all_confirm_by_sums() -> None:
         mock.patch.object(Played, "all_gather", elsewhere),
         mock.patch("atoll.train.group.memberlinks._CONNECT_SECONDS", 0.5),
     ):
-        found = group.run(lambda confirmations: (confirmations.links.without, confirmations.links.trouble))
+        found = group.run(
+            lambda confirmations: (confirmations.member_links.without, confirmations.member_links.trouble)
+        )
     assert found[0][0] == found[1][0] == found[2][0]
     assert {11, 12} <= set(found[0][0])
     assert "refused" in found[1][1]
@@ -161,7 +167,7 @@ def test_an_address_that_is_none_is_not_connected_to(place: bytes) -> None:
         mock.patch.object(Played, "all_gather", spoilt),
         mock.patch("atoll.train.group.memberlinks._CONNECT_SECONDS", 0.2),
     ):
-        found = group.run(lambda confirmations: confirmations.links.without)
+        found = group.run(lambda confirmations: confirmations.member_links.without)
     assert found == [[10, 11]] * 2
 
 
@@ -180,7 +186,7 @@ def test_strangers_are_turned_away(greeting: bytes) -> None:
 
     def act(confirmations: Confirmations) -> list[int]:
         confirmations.confirm("it")
-        return confirmations.links.without
+        return confirmations.member_links.without
 
     with (
         mock.patch.object(MemberLinks, "_connect", after_a_stranger),

@@ -236,6 +236,7 @@ REVIEWED: dict[str, str] = {
     "train/members/reach.py: _exchange: store.get(key)": "it is there: `wait` has returned",
     "train/group/standing.py: _Inquiry._read: self._store.get(key)": "it is there: `check` has found it",
     "train/group/memberlinks.py: MemberLinks.close: link.shutdown(socket.SHUT_RDWR)": "it does not wait",
+    "train/group/shortsums.py: _Partner.receive: self.link.recv_into(into)": "a socket that does not block",
     "train/group/confirmation.py: Confirmations._hear: link.recv(1)": _SLICES,
     "cpuside/door.py: Door._admit: self._listening.accept()": "a socket that does not block",
     "train/sync/peersdoor.py: ask_at: link.connect(f'\\x00{door}')": _PROBE,

@@ -249,7 +249,7 @@ class Records:
         confirmations = None if channels is None else channels.confirmations
         if confirmations is None:
             return
-        links = confirmations.links
+        links = confirmations.member_links
         choice, reason = "over connections of the workers' own", "all could connect"
         if links.without:
             choice = "by all-reduce, which takes longer"

@@ -78,7 +78,7 @@ class Opened:
         session: carries what workers report to one another outside iterations, on the CPU.
         confirmations: the barriers that end rounds; None for a worker alone, and for a ring that does not
             survive losses.
-        links: the connections for short sums; None where sums go over the ring whatever their length.
+        member_links: the connections for short sums; None where sums go over the ring whatever their length.
         all: all channels, with those of this worker's group within the ring.
     """
 
@@ -86,7 +86,7 @@ class Opened:
     agreement: Channel
     session: Channel
     confirmations: Confirmations | None
-    links: MemberLinks | None
+    member_links: MemberLinks | None
     all: Sequence[Channel]
 
 
@@ -179,7 +179,7 @@ class RingChannels:
         current, self.current = self.current, None
         if current is None:
             return ()
-        for beside in (current.confirmations, current.links):
+        for beside in (current.confirmations, current.member_links):
             if beside is not None:
                 beside.close()
         return current.all

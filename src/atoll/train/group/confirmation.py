@@ -53,7 +53,7 @@ class Confirmations:
     The constructor is a collective, and so is `confirm`. Both raise the errors of the channel's waits.
 
     Attributes:
-        links: the connections to the members that this one notifies or hears from. If a worker cannot
+        member_links: the connections to the members that this one notifies or hears from. If a worker cannot
             connect, there are none, and confirmations are all-reduces.
     """
 
@@ -62,11 +62,11 @@ class Confirmations:
         self._number = 0  # the number of the latest confirmation, modulo 256
         self._steps = steps(self._place.rank, self._place.world)
         partners = {rank for step in self._steps for rank in (*step.told, *step.heard)}
-        self.links = MemberLinks(channel, partners, "to confirm to one another")
+        self.member_links = MemberLinks(channel, partners, "to confirm to one another")
 
     def confirm(self, what: str) -> None:
         """Return when all members have called this. `what` names the result that they hold by then."""
-        if self.links.without:
+        if self.member_links.without:
             self._channel.wait(self._channel.sum(torch.zeros(1)), f"the others to hold {what}")
             return
         began = time.perf_counter()
@@ -81,16 +81,16 @@ class Confirmations:
 
     def close(self) -> None:
         """End the connections."""
-        self.links.close()
+        self.member_links.close()
 
     def _tell(self, rank: int, word: bytes) -> None:
         try:
-            self.links.by_rank[rank].send(word)
+            self.member_links.by_rank[rank].send(word)
         except OSError as error:
             raise self._lost(rank, str(error)) from error
 
     def _hear(self, rank: int, word: bytes, what: str, began: float) -> None:
-        link = self.links.by_rank[rank]
+        link = self.member_links.by_rank[rank]
         while True:
             try:
                 heard = link.recv(1)

@@ -74,7 +74,7 @@ class _Short:
 
     def __init__(self, exchange: _Exchange, number: int, sent: int, tensor: Tensor) -> None:
         self._exchange, self.tensor = exchange, tensor
-        self.bytes = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+        self.bytes = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         self.head = _HEAD.pack(number % 2**32, len(self.bytes))
         self.end = sent + _HEAD.size + len(self.bytes)
         self.is_done = False
@@ -105,7 +105,7 @@ class _Partner:
         self.sent, self.is_whole = 0, False
         self.waiting: deque[memoryview] = deque()
         self.values = torch.empty(_MOST, dtype=torch.uint8)
-        self._bytes = memoryview(self.values.numpy())
+        self._bytes = memoryview(self.values.numpy())  # type: ignore[arg-type]
         self._head = memoryview(bytearray(_HEAD.size))
         self._come = 0  # bytes of the first sum under way, its head included
 
