@@ -9,10 +9,14 @@ import json
 import os
 import re
 import signal
+import time
 
 import psutil
 import pytest
+from own_events import ALONE
 from run_command import DEADLINE, Command, wait_for
+
+from atoll.launch.run import STOP_SECONDS
 
 PREAMBLE = """
 import os, signal, subprocess, sys, time
@@ -168,6 +172,48 @@ def test_what_will_not_stop_is_killed(command: Command) -> None:
     line = rf"atoll: stopped by SIGTERM; ({names}) were killed, for not ending within run\.grace"
     assert re.fullmatch(line, err.splitlines()[-1]), err
     assert command.alive() == []
+
+
+HEARS = """
+import os, signal, time
+from pathlib import Path
+def touch(name): Path(f"{name}-{os.environ['RANK']}").touch()
+for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(signum, lambda *_: touch("heard"))
+while True:
+    touch("alive")
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize(
+    ("signals", "status", "said", "options"),
+    [
+        pytest.param((signal.SIGINT, signal.SIGINT), 130, "Ctrl-C", [], id="Ctrl-C twice"),
+        pytest.param((signal.SIGHUP, signal.SIGINT), 129, "SIGHUP", ALONE, id="SIGHUP and Ctrl-C"),
+        pytest.param((signal.SIGHUP,), 129, "SIGHUP", [], id="SIGHUP"),
+    ],
+)
+def test_workers_that_take_no_notice_have_five_seconds_or_until_the_second_signal(
+    command: Command, signals: tuple[signal.Signals, ...], status: int, said: str, options: list[str]
+) -> None:
+    process = command.start(HEARS, options=options)
+
+    def times(name: str) -> list[float]:
+        return [path.stat().st_mtime for path in command.directory.glob(f"{name}-*")]
+
+    wait_for(lambda: len(times("alive")) == 2, "both workers")
+    begun = time.time()
+    process.send_signal(signals[0])
+    wait_for(lambda: len(times("heard")) == 2, "both to hear of it")
+    for second in signals[1:]:
+        process.send_signal(second)
+    _, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == status
+    assert err.splitlines()[-1] == f"atoll: stopped by {said}", err
+    assert "Traceback" not in err
+    assert command.alive() == []
+    assert (max(times("alive")) - begun < STOP_SECONDS) == (len(signals) > 1)
 
 
 def test_ctrl_c_while_the_launcher_starts(command: Command) -> None:

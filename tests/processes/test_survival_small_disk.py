@@ -422,6 +422,7 @@ def test_a_served_run_goes_on_without_records_and_without_its_shards_journal(
     status, err = run_without_room(disk, tmp_path, 200, "--strategy", "server", "train.py")
     assert status == 0, err
     assert re.search(r"atoll: warning: shard 0 cannot write its journal .*; it goes on without one", err)
+    assert err.count("shard 0 cannot write its journal") <= 1 + err.count("its journal is written again")
     assert re.search(r"missing in .*: .*\d+ events of worker 0, .* that worker 0 printed", err)
     made = steps_in(tmp_path)
     assert f"{made:,} steps of {3 * made:,} samples" in err

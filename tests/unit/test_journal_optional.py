@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
 
-from atoll.server.durability import Durability
+from atoll.server.durability import Durability, DurableShard
 from atoll.server.journal import Folder, Journal, JournalError, read_segments
 from atoll.server.records import Begun, HandledMessage
+from atoll.server.snapshot import Heading, Snapshots
 
 PAYLOAD = bytes(2**19)  # of one record: more than the shard's own thread writes
 
@@ -90,6 +94,75 @@ def test_a_broken_journal_lets_go_and_is_mended(
     records = [record for record, _ in read_segments(folder, again)]
     assert isinstance(records[0], Begun)
     assert [record.index for record in records if isinstance(record, HandledMessage)] == [5]
+    folder.close()
+
+
+class Taken:
+    """Stands for the snapshots: one begins when it is `due`, and is complete when its segment has begun."""
+
+    def __init__(self) -> None:
+        self.due = False
+        self.may_end = threading.Event()
+        self._heading: Heading | None = None
+
+    def poll(self, now: float, own: Any, versions: Any, begin: Callable[[], Heading], wanted: bool) -> Any:
+        complete = self._heading if self.may_end.is_set() else None
+        if self.due:
+            self.due, self._heading = False, begin()
+        elif complete is not None:
+            self._heading = None
+        return complete
+
+
+class Whole:
+    """Stands for a shard, between two of its steps."""
+
+    model = SimpleNamespace(is_whole=True, held_bytes=1, own=None, state=SimpleNamespace(versions={}))
+    is_between_lines = True
+
+    def heading(self) -> Heading:
+        return Heading(run="r", shard=0, digest="", optimizers=[], hyperparameters=[], sequence=0, steps=0)
+
+    def image(self) -> tuple[Any, list[Any]]:
+        return {}, []
+
+
+def test_a_journal_that_breaks_again_and_again_is_told_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a full disk: the broken journal's segments are removed, and leave room for the next one's start.
+    That it is written again is told when it has lasted from one snapshot to the next."""
+    monkeypatch.setattr("atoll.server.durability.encode_image", lambda _image: b"state")
+    disk, folder = Disk(monkeypatch), Folder(tmp_path / "shard", "r", 0)
+    journal, taken, shard = Journal(folder, 0, required=False), Taken(), cast(DurableShard, Whole())
+    kept = Durability(journal, None, cast(Snapshots, taken))
+    journal.begin_segment(fresh=True)
+    told_of: list[str] = []
+
+    def look_until(holds: Callable[[], bool]) -> None:
+        until = time.monotonic() + 10.0
+        while not holds():
+            assert time.monotonic() < until
+            kept.release()
+            kept.poll_snapshots(shard)
+            told_of.extend(kept.take_news())
+
+    for number in range(5):
+        disk.full = True
+        journal.append(told(number), PAYLOAD)
+        look_until(lambda: not kept.comes_back)
+        disk.full, taken.due = False, True
+        look_until(lambda: kept.comes_back)
+    (trouble,) = told_of
+    assert "it goes on without one" in trouble
+    taken.due = True
+    look_until(lambda: len(told_of) > 1)
+    assert told_of[1:] == ["shard 0: its journal is written again"]
+    disk.full = True  # another trouble
+    journal.append(told(5), PAYLOAD)
+    look_until(lambda: len(told_of) > 2)
+    assert "it goes on without one" in told_of[2]
+    journal.close()
     folder.close()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from atoll.core.scriptline import at_script_line, script_line, script_number, waiting_line
+from atoll.core.scriptline import at_script_line, line_of_error, script_line, script_number, waiting_line
 
 
 def run_script(path: Path, text: str) -> dict[str, Any]:
@@ -34,6 +34,25 @@ def test_frames_of_torch_and_the_standard_library_are_passed_over(tmp_path: Path
         "x.sum().backward()\n"
     )
     assert run_script(tmp_path / "train.py", text)["lines"] == ["train.py:3"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import numpy\n\ndef fail(): numpy.random.default_rng(0).integers(5, 2)\n",
+        "import numpy\n\ndef fail(): numpy.random.RandomState(0).choice(0, 3)\n",
+        "import zmq\n\ndef fail(): zmq.Context().socket(zmq.REQ).setsockopt(zmq.LINGER, 'long')\n",
+        "from collections import namedtuple\n\ndef fail(): namedtuple('Pair', 'a b')(1)\n",
+        "from zmq.utils.jsonapi import loads\n\ndef fail(): loads('{')\n",
+    ],
+    ids=["generator", "random state", "zmq", "named tuple", "plain Python"],
+)
+def test_an_error_inside_a_package_is_at_the_line_of_the_script(tmp_path: Path, text: str) -> None:
+    """Compiled code of a package stands in a traceback with a relative file name, such as _generator.pyx."""
+    names = run_script(tmp_path / "train.py", text)
+    with pytest.raises((ValueError, TypeError)) as caught:
+        names["fail"]()
+    assert line_of_error(caught.value) == "train.py:3"
 
 
 def test_a_thread_without_a_script_has_no_line() -> None:

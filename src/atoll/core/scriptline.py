@@ -87,10 +87,16 @@ def line_of_error(error: BaseException) -> str:
     """Return the innermost line of the user's own code that `error` passed through, as "train.py:28"."""
     found, trace = "", error.__traceback__
     while trace is not None:
-        if is_script(trace.tb_frame.f_code.co_filename):
+        if is_script(trace.tb_frame.f_code.co_filename) and is_script(_module_file(trace.tb_frame)):
             found = _shown(trace)
         trace = trace.tb_next
     return found
+
+
+def _module_file(frame: FrameType) -> str:
+    """Return the file of a frame's module. Compiled code of Cython gives its frames relative names such as
+    "_generator.pyx", which do not say where its module lies."""
+    return str(frame.f_globals.get("__file__", ""))
 
 
 def _shown(trace: TracebackType) -> str:

@@ -63,6 +63,7 @@ class Durability:
     ) -> None:
         self.journal, self.mirror, self.snapshots = journal, mirror, snapshots
         self._news: list[str] = []  # about the journal, until `take_news`
+        self._has_told = False  # of the journal's trouble, and not yet of its end
         self.replaying = False  # messages come from records; nothing is recorded or answered
         self.is_on_disk = True  # the shard can be restored from its journal, if it has one
         self.wants_snapshot = False
@@ -80,7 +81,11 @@ class Durability:
         return self.mirror is not None and self.mirror.gated
 
     def take_news(self) -> list[str]:
-        """Return lines for people, once each: why the journal broke, and that it is written again."""
+        """Return lines for people, once each: why the journal broke, and that it is written again.
+
+        A journal that breaks again before the second snapshot is the same trouble: on a full disk each broken
+        journal leaves room for the next.
+        """
         news, self._news = self._news, []
         return news
 
@@ -136,7 +141,9 @@ class Durability:
             self.journal.release()
             if self.journal.is_broken and self.is_on_disk:
                 self.is_on_disk, self.wants_snapshot = False, True
-                self._news.append(self.journal.trouble)
+                if not self._has_told:
+                    self._has_told = True
+                    self._news.append(self.journal.trouble)
         if self.mirror is not None:
             self.mirror.release()
 
@@ -213,8 +220,9 @@ class Durability:
             return  # the journal broke meanwhile
         if not self.is_on_disk:
             self.is_on_disk = True
-            if not journal.required:
-                self._news.append(f"{journal.owner}: its journal is written again")
+        elif self._has_told:
+            self._has_told = False
+            self._news.append(f"{journal.owner}: its journal is written again")
         journal.folder.incomplete.unlink(missing_ok=True)
         journal.drop_before(snapshot.journal)
 
