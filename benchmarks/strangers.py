@@ -12,7 +12,8 @@ an attack costs beyond the processor that the attackers take themselves, whateve
   handshakes, greetings, giant frames), half of them to the hub;
 - flood: the silent ones, and two processes that open the others as fast as they can;
 - datagrams: training over datagrams (link.transport = "ltp"), and 20,000 datagrams a second of all kinds, to
-  the ports of the shard and the worker.
+  the ports of the shard and the worker; a sixth of them name the open session, whose number the sender has
+  read from the network. To read it takes root.
 
 With connections, a client with the key asks the attacked hub five times a round, and the benchmark checks
 that the shard goes on writing snapshots.
@@ -209,6 +210,23 @@ def listening_port(pid: int) -> int:
     return _ports(pid, "tcp", "0A")[0]
 
 
+def udp_port(pid: int) -> int:
+    """The port at which the process hears datagrams: a worker's takes both families of addresses."""
+    (port,) = [port for table in ("udp", "udp6") for port in _ports(pid, table, "07")]
+    return port
+
+
+def seen_session(port: int) -> int:
+    """The number of the session at that port, read from a datagram on its way, which takes root."""
+    with socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(0x0800)) as ear:  # IPv4
+        ear.bind(("lo", 0))
+        ear.settimeout(DEADLINE)
+        while True:
+            raw = ear.recv(65535)  # 20 bytes of IP, 8 of UDP, then ours
+            if raw[9] == socket.IPPROTO_UDP and raw[22:24] == struct.pack(">H", port) and len(raw) > 44:
+                return int.from_bytes(raw[32:36], "little")
+
+
 # -- strangers ---------------------------------------------------------------------------------------------
 
 
@@ -291,15 +309,8 @@ def be_a_stranger(order: str) -> None:
 def orders_of(case: str, training: Training) -> list[tuple[Any, ...]]:
     """What strangers do to that training."""
     if case == "datagrams":
-        processes = (training.shard, training.worker)
-        return [
-            (
-                "datagrams",
-                [port for each in processes for port in _ports(each.pid, "udp", "07")],
-                1,
-                DATAGRAMS,
-            )
-        ]
+        ports = [udp_port(each.pid) for each in (training.shard, training.worker)]
+        return [("datagrams", ports, seen_session(ports[0]), DATAGRAMS)]
     silent, both = ("silent", training.shard_port, SILENT), [training.shard_port, training.hub_port]
     if case == "strangers":
         return [silent, ("knock", both, PACE)]
