@@ -770,8 +770,8 @@ def test_a_wait_that_passes_its_deadline_says_where_on_what_and_how_long(
     with ServedRun(2) as served:
         first, second = pool.run(stays_away, served.address, consistency, world=2)
     waited = re.match(
-        rf"DeadlineError: worker 0 waited (\d+\.\d) s on {what}: shard 0 at tcp://127\.0\.0\.1:\d+ waits for "
-        r"worker 1, to commit iteration 0.* \(deadline sync\.timeout, 1 s; ",
+        rf"DeadlineError: worker 0 waited (\d+\.\d) s for {what}: shard 0 at tcp://127\.0\.0\.1:\d+ waits "
+        r"for worker 1, to commit iteration 0.* \(deadline sync\.timeout, 1 s; ",
         one_line(first),
     )
     assert waited, first

@@ -267,5 +267,8 @@ def comes_alone(place: Place, address: str) -> None:
 
 
 def test_a_deadline_names_the_worker_that_did_not_come(pool: WorkerPool) -> None:
-    with ServedRun(2) as served, pytest.raises(JobFailedError, match="1 of 2 workers, to join"):
+    with (
+        ServedRun(2) as served,
+        pytest.raises(JobFailedError, match=r"worker 1 to join \(1 of 2 workers are there\)"),
+    ):
         pool.run(comes_alone, served.address, world=1)

@@ -302,7 +302,8 @@ def test_who_dies_before_the_run_begins_is_waited_for_to_come_anew() -> None:
         two.send(0, m.Meet(incarnation=2, number=0, what="start"), b"two")
         two.send(0, m.WhoIsMissing())
         (line,) = two.expect(0, m.Missing)[0].lines
-        assert line.startswith("1 of 2 workers, to join (of those who came, worker 0 died or left")
+        there = "1 of 2 workers are there; worker 0 died or left before the run began"
+        assert line == f"worker 0 to join ({there})"
         assert not two.come[0][m.Met]
         anew = Worker(cluster.addresses, 0, model, 3)
         peers.append(anew)

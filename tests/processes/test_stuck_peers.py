@@ -286,6 +286,6 @@ def test_a_worker_that_does_not_come_to_a_meeting_is_named(pool: WorkerPool, whe
     late, waits = (1, 0) if where == "barrier" else (0, 1)
     said, told = found[waits]
     who = rf"shard 0 at \S+ waits for worker {late}, to come to ['\"].*['\"]"
-    line = rf"worker {waits} waited \d\.\d s on {what}: {who} \(deadline sync\.timeout, 1 s"
+    line = rf"worker {waits} waited \d\.\d s for {what}: {who} \(deadline sync\.timeout, 1 s"
     assert re.match(line, said), said
     assert told == []  # the shard is alive: it is the worker who does not come

@@ -463,11 +463,11 @@ def test_the_word_of_one_who_died_after_it_said_step_counts() -> None:
 def test_the_run_begins_when_as_many_are_there_as_it_begins_with() -> None:
     log = CommitLog.begin("asp", 0, 3, 1)
     log.handle_join(0, 1)
-    assert log.waiting_for() == ["2 of 3 workers, to join"]
+    assert log.waiting_for() == ["worker 1 and worker 2 to join (1 of 3 workers are there)"]
     log.handle_join(1, 2)
     assert log.handle_fence(1, 2).entries == [Fenced(worker=1, incarnation=2)]
-    gone = "(of those who came, worker 1 died or left before the run began)"
-    assert log.waiting_for() == [f"2 of 3 workers, to join {gone}"]
+    there = "1 of 3 workers are there; worker 1 died or left before the run began"
+    assert log.waiting_for() == [f"worker 1 and worker 2 to join ({there})"]
     assert log.handle_join(2, 3).entries == []
     assert [type(entry) for entry in log.handle_join(3, 4).entries] == [Joined, Joined, Joined]
 
@@ -712,8 +712,8 @@ def test_who_dies_before_the_run_begins_is_waited_for_to_come_anew(consistency: 
     log.handle_fence(5, 9)  # given up before it came here
     assert log.handle_join(1, 2).entries == []
     assert not log.handle_meet(1, 2, 0, "start", 51).met
-    missing = "1 of 2 workers, to join (of those who came, workers 0, 5 died or left before the run began)"
-    assert log.met_by() == [missing]
+    there = "1 of 2 workers are there; worker 0 and worker 5 died or left before the run began"
+    assert log.met_by() == [f"worker 0 to join ({there})"]
     begun = [Joined(worker=0, incarnation=3, clock=0), Joined(worker=1, incarnation=2, clock=0)]
     assert log.handle_join(0, 3).entries == begun
     (meeting,) = log.handle_meet(0, 3, 0, "start", 52).met

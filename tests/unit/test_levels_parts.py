@@ -307,5 +307,6 @@ def test_to_a_site_the_global_shards_workers_are_sites() -> None:
         "site 'berlin''s chunks of iteration 3, on shard 0"
     )
     assert in_sites("worker 0 and worker 1 would step", names) == "site 'paris' and site 'berlin' would step"
-    assert in_sites("1 of 2 workers, to join", names) == "1 of 2 sites, to join"
+    missing = "worker 0 to join (1 of 2 workers are there)"
+    assert in_sites(missing, names) == "site 'paris' to join (1 of 2 sites are there)"
     assert in_sites("worker 7, to commit", names) == "worker 7, to commit"

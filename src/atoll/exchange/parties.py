@@ -61,7 +61,7 @@ class Parties:
             behind: the parties that those shards wait for, in words.
         """
         if behind:
-            waits = f"on {what}: {_shards(who)} waits for {_behind(behind)}"
+            waits = f"for {what}: {_shards(who)} waits for {_behind(behind)}"
         else:
             waits = f"for {_shards(who)} on {what}"
         return (

@@ -54,4 +54,4 @@ def in_sites(line: str, names: Sequence[str]) -> str:
         index = int(found[1])
         return f"site {names[index]!r}" if index < len(names) else found[0]
 
-    return re.sub(r"\bworker (\d+)\b", name, line).replace(" workers, to join", " sites, to join")
+    return re.sub(r"\bworker (\d+)\b", name, line).replace(" workers are there", " sites are there")

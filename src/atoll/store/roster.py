@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from atoll.wire.messages import Count
+
+_NAMED = 4  # missing workers at most that a line names
 
 
 class Roster(msgspec.Struct, forbid_unknown_fields=True):
@@ -84,9 +86,16 @@ class Roster(msgspec.Struct, forbid_unknown_fields=True):
         """Return, in words, the workers that have yet to come before the run begins; empty if none has."""
         if self.is_quorate():
             return ""
-        line = f"{self.workers - len(self.waiting)} of {self.workers} workers, to join"
+        count = self.workers - len(self.waiting)
+        absent = [worker for worker in range(self.workers) if worker not in self.waiting]
+        named = len(absent) == count <= _NAMED  # else a worker of another number has come
+        who = _names(absent) if named else f"{count} workers"
+        there = f"{len(self.waiting)} of {self.workers} workers are there"
         gone = sorted(set(self.fenced) - set(self.waiting))
         if gone:
-            who = f"worker{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))}"
-            line += f" (of those who came, {who} died or left before the run began)"
-        return line
+            there += f"; {_names(gone)} died or left before the run began"
+        return f"{who} to join ({there})"
+
+
+def _names(workers: Sequence[int]) -> str:
+    return " and ".join(f"worker {worker}" for worker in workers)
