@@ -105,7 +105,7 @@ def test_a_shard_that_stands_still_is_named_with_chunks_and_iteration(
     of = rf"{chunks} of the parameters after iteration 1"
     what = rf"the mean of {chunks} in iteration 1" if consistency == "bsp" else of
     who = rf"(shard 0 at \S+ and )?shard 1 at {mine}"
-    line = rf"worker 0 waited \d+\.\d s (for {who} on {what}|on {what}: {who} waits for .*) "
+    line = rf"worker 0 waited \d+\.\d s (for {who} on {what}|for {what}: {who} waits for .*) "
     assert re.fullmatch(line + r"\(deadline sync\.timeout, 1 s; set it higher .*\)", said), said
     line = rf"worker 0 waits for shard 1 at {mine} on {what}: it has not answered for \d+\.\d s "
     assert re.fullmatch(line + r"\(sync\.timeout is 1 s\)", warned), warned
