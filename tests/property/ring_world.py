@@ -879,6 +879,7 @@ def doubles() -> Iterator[None]:
     with (
         patch.object(channels, "Channel", Channel),
         patch.object(channels, "Confirmations", Confirmations),
+        patch.object(channels, "MEMBERS", 1),  # each sum goes over a Channel
     ):
         yield
 
