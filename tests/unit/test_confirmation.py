@@ -128,6 +128,13 @@ def test_who_cannot_listen_makes_all_confirm_by_sums_and_is_named() -> None:
     assert group.sums == 3
 
 
+def test_who_does_not_know_its_address_does_not_listen_at_all_of_them() -> None:
+    with mock.patch.object(Played, "host", ""), mock.patch.object(socket, "create_server") as listens:
+        found = Group(2).run(lambda made: (made.member_links.without, made.member_links.trouble))
+    assert found == [([10, 11], "it does not know at which address the others reach it")] * 2
+    assert not listens.called
+
+
 def test_who_cannot_be_reached_makes_all_confirm_by_sums() -> None:
     """Worker 12 gives an address at which nobody listens."""
     group = Group(3)

@@ -83,8 +83,11 @@ class MemberLinks:
 
         Returns None, with the reason in `trouble`, if that fails.
         """
+        host = self._channel.host
+        if not host:  # an empty one would listen at every address of the machine
+            self.trouble = "it does not know at which address the others reach it"
+            return None
         try:
-            host = self._channel.host
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             return socket.create_server((host, 0), family=family, backlog=self._place.world)
         except OSError as error:
