@@ -26,6 +26,8 @@ sys.path += [*PACKAGES, str(Path(__file__).parents[1] / "docs")]
 
 # A shell that starts the tests in the background has Ctrl-C ignored, and so would every process of theirs.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# So has nohup the end of the terminal.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 CHECKED = ("processes", "lab")  # the folders whose tests `make check` runs

@@ -561,7 +561,7 @@ def test_a_site_s_own_deadline_names_the_global_shard(pool: WorkerPool) -> None:
     assert said.startswith("UserError: the shard of site 'paris' at tcp://127.0.0.1:")
     for part in (
         ": the shard of site 'paris' cannot go on: site 'paris' waited ",
-        " s on the mean of iteration 0: global shard 0 at tcp://127.0.0.1:",
+        " s for the mean of iteration 0: global shard 0 at tcp://127.0.0.1:",
         " waits for site 'berlin', to commit iteration 0 (deadline --timeout, 2 s",
     ):
         assert part in said

@@ -45,7 +45,8 @@ def run(cluster: Cluster, deaths: list[tuple[int, bool]], restarts: Collection[i
         if not cluster.deliver_one():
             if not revive and cluster.alive and not cluster.begun:
                 gone = [worker for worker in range(cluster.workers) if worker not in cluster.alive]
-                assert cluster.log.waiting_for()[0].startswith(f"{len(gone)} of {cluster.workers} workers, ")
+                there = f"({cluster.workers - len(gone)} of {cluster.workers} workers are there"
+                assert there in cluster.log.waiting_for()[0]
                 revive += gone
             if not revive:
                 break

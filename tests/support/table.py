@@ -319,7 +319,7 @@ def outcome_of(error: JobFailedError) -> Outcome:
 
     Workers end in a chain: one refuses or crashes, and others lose touch with it.
     """
-    echoes = ("PeerLostError", "DeadlineError", "RunError", "GivenUpError")
+    echoes = ("PeerLostError", "DeadlineError", "RunError", "GivenUpError", "RefusedError")
     failures = sorted(error.failures.values(), key=lambda each: each.kind in echoes)
     first = failures[0]
     kind = getattr(errors, first.kind, None)

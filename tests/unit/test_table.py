@@ -68,6 +68,7 @@ def test_workers_at_their_own_pace_end_near_plain_torch(found: list[Shown], kind
     ("kinds", "kind"),
     [
         (["PeerLostError", "PrepareError"], "refused"),  # the refusal came first, and the other lost touch
+        (["RefusedError", "PrepareError"], "refused"),  # the other asked for a part that was there no more
         (["PrepareError", "PrepareError"], "refused"),
         (["PeerLostError", "RuntimeError"], "crash"),
         (["DeadlineError", "DeadlineError"], "hang"),
