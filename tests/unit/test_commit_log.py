@@ -468,6 +468,11 @@ def test_the_run_begins_when_as_many_are_there_as_it_begins_with() -> None:
     assert log.handle_fence(1, 2).entries == [Fenced(worker=1, incarnation=2)]
     there = "1 of 3 workers are there; worker 1 died or left before the run began"
     assert log.waiting_for() == [f"worker 1 and worker 2 to join ({there})"]
+    many = CommitLog.begin("asp", 0, 10_000, 1)
+    for worker in range(9_000):
+        many.handle_fence(worker, 1)
+    gone = "worker 0 and worker 1 and worker 2 and worker 3 and 8996 more died or left before the run began"
+    assert many.waiting_for() == [f"10000 workers to join (0 of 10000 workers are there; {gone})"]
     assert log.handle_join(2, 3).entries == []
     assert [type(entry) for entry in log.handle_join(3, 4).entries] == [Joined, Joined, Joined]
 

@@ -8,7 +8,7 @@ import msgspec
 
 from atoll.wire.messages import Count
 
-_NAMED = 4  # missing workers at most that a line names
+_NAMED = 4  # workers at most that a line names
 
 
 class Roster(msgspec.Struct, forbid_unknown_fields=True):
@@ -98,4 +98,5 @@ class Roster(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def _names(workers: Sequence[int]) -> str:
-    return " and ".join(f"worker {worker}" for worker in workers)
+    more = f" and {len(workers) - _NAMED} more" if len(workers) > _NAMED else ""
+    return " and ".join(f"worker {worker}" for worker in workers[:_NAMED]) + more

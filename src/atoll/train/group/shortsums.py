@@ -24,11 +24,11 @@ from torch import Tensor
 from atoll.train.group.channel import Channel, Pending, Sums
 from atoll.train.group.memberlinks import MemberLinks
 
-MEMBERS = 8  # at most; the bytes that a member sends grow with their number
+MEMBERS = 8  # of a group that sums short tensors so, at most: the bytes that each sends grow with them
 _MOST = 2**17  # bytes that a member sends for one sum, at most
 _HEAD = struct.Struct("<II")  # before each tensor: the sum's number, modulo 2**32, and the tensor's bytes
 _NO_LIMIT = timedelta(0)  # c10d reads it as the group's own timeout
-_MOST_SECONDS = 1.0  # for which a wait sleeps at a time
+_MOST_SECONDS = 1.0  # the longest that a wait sleeps before it looks again
 
 
 class ShortSums:
