@@ -260,6 +260,6 @@ def test_checkpoints_and_weights_hold_a_tensor_or_two_beside_the_budgets(
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     fitted, *grown, written = map(int, done.stdout.split())
-    assert fitted <= (48 + 4 * 4) * 2**20  # a second copy would be 32 more
+    assert fitted <= (48 + 5 * 4) * 2**20  # 63 to 66 MiB; a second copy would be 32 more
     assert written > 192 * 2**20
     assert max(grown) <= 64 * 2**20, grown
