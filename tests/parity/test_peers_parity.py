@@ -130,5 +130,6 @@ def test_an_optimizer_that_cannot_be_imported_is_refused_with_the_way_out(pool: 
         assert failure.kind == "PrepareError"
         assert failure.message == (
             "strategy 'peers' steps the optimizer in a process of its own, which cannot import Mine: it is "
-            "defined within a function; put it into a module of its own, beside the script"
+            "defined within a function; put it into a module of its own, beside the script, or into the "
+            'script with all training under `if __name__ == "__main__":`'
         )

@@ -24,15 +24,16 @@ class Lamb(torch.optim.Optimizer):
                 p.sub_(update, alpha=float(group["lr"] * trust) if float(trust) > 0 else group["lr"])
 
 
-with join() as session:
-    model = perceptron()
-    optimizer = Lamb(model.parameters(), lr=0.01)
-    session.prepare(model, optimizer)
-    for step in range(6):
-        x, y = mine(session, *batch(step))
-        loss = cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        keep_loss(loss)
-    keep(session, model=model)
+if __name__ == "__main__":
+    with join() as session:
+        model = perceptron()
+        optimizer = Lamb(model.parameters(), lr=0.01)
+        session.prepare(model, optimizer)
+        for step in range(6):
+            x, y = mine(session, *batch(step))
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            keep_loss(loss)
+        keep(session, model=model)

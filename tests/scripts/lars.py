@@ -24,15 +24,16 @@ class Lars(torch.optim.Optimizer):
                 p.sub_(velocity.mul_(group["momentum"]).add_(grad, alpha=rate))
 
 
-with join() as session:
-    model = perceptron()
-    optimizer = Lars(model.parameters(), lr=0.5)
-    session.prepare(model, optimizer)
-    for step in range(6):
-        x, y = mine(session, *batch(step))
-        loss = cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        keep_loss(loss)
-    keep(session, model=model)
+if __name__ == "__main__":
+    with join() as session:
+        model = perceptron()
+        optimizer = Lars(model.parameters(), lr=0.5)
+        session.prepare(model, optimizer)
+        for step in range(6):
+            x, y = mine(session, *batch(step))
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            keep_loss(loss)
+        keep(session, model=model)

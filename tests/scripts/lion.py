@@ -19,15 +19,16 @@ class Lion(torch.optim.Optimizer):
                 average.mul_(second).add_(p.grad, alpha=1 - second)
 
 
-with join() as session:
-    model = perceptron()
-    optimizer = Lion(model.parameters(), lr=0.01)
-    session.prepare(model, optimizer)
-    for step in range(6):
-        x, y = mine(session, *batch(step))
-        loss = cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        keep_loss(loss)
-    keep(session, model=model)
+if __name__ == "__main__":
+    with join() as session:
+        model = perceptron()
+        optimizer = Lion(model.parameters(), lr=0.01)
+        session.prepare(model, optimizer)
+        for step in range(6):
+            x, y = mine(session, *batch(step))
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            keep_loss(loss)
+        keep(session, model=model)

@@ -28,15 +28,16 @@ class Shampoo(torch.optim.Optimizer):
 
 
 # tolerance: 1e-7
-with join() as session:
-    model = perceptron()
-    optimizer = Shampoo(model.parameters(), lr=0.05)
-    session.prepare(model, optimizer)
-    for step in range(5):
-        x, y = mine(session, *batch(step))
-        loss = cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        keep_loss(loss)
-    keep(session, model=model)
+if __name__ == "__main__":
+    with join() as session:
+        model = perceptron()
+        optimizer = Shampoo(model.parameters(), lr=0.05)
+        session.prepare(model, optimizer)
+        for step in range(5):
+            x, y = mine(session, *batch(step))
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            keep_loss(loss)
+        keep(session, model=model)

@@ -33,15 +33,16 @@ class Soap(torch.optim.Optimizer):
 
 
 # Square layers and long batches: else the matrices have no full rank, and their bases are anybody's choice.
-with join() as session:
-    model = perceptron(8, 8, 8, 8)
-    optimizer = Soap(model.parameters(), lr=0.01)
-    session.prepare(model, optimizer)
-    for step in range(5):
-        x = mine(session, drawn(step, 128, 8))
-        loss = mse_loss(model(x), x.sin())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        keep_loss(loss)
-    keep(session, model=model)
+if __name__ == "__main__":
+    with join() as session:
+        model = perceptron(8, 8, 8, 8)
+        optimizer = Soap(model.parameters(), lr=0.01)
+        session.prepare(model, optimizer)
+        for step in range(5):
+            x = mine(session, drawn(step, 128, 8))
+            loss = mse_loss(model(x), x.sin())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            keep_loss(loss)
+        keep(session, model=model)

@@ -478,7 +478,8 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         Choices({**AT_HOME, "run.strategy": "peers", "optimizer": "Own", "defined": "in the script itself"}),
         "strategy 'peers' steps the optimizer in a process of its own, which cannot import Own: it is "
         "defined in the script itself",
-        "put it into a module of its own, beside the script",
+        "put it into a module of its own, beside the script, or into the script with all training under "
+        '`if __name__ == "__main__":`',
     ),
     "average-elsewhere": (
         Choices({"average": True, "sync": "asp", "run.strategy": "server"}),

@@ -673,7 +673,8 @@ def _of_models() -> Iterator[Need]:
         prepare,
         {"steps": Is("home"), "defined": Given()},
         "strategy {run.strategy!r} steps the optimizer in a process of its own, which cannot import "
-        "{optimizer}: it is defined {defined}; put it into a module of its own, beside the script",
+        "{optimizer}: it is defined {defined}; put it into a module of its own, beside the script, or into "
+        'the script with all training under `if __name__ == "__main__":`',
         PrepareError,
     )
     yield Need(

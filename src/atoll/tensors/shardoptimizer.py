@@ -23,6 +23,7 @@ from atoll.axes.needs import check
 from atoll.chunks import Chunk, ChunkMap, ParameterSpec, Slot
 from atoll.core.errors import UserError
 from atoll.core.optimizerkind import OptimizerKind
+from atoll.core.scriptmodule import script_module
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.compensation import Origins
 from atoll.tensors.elementwise import NotElementwiseError, elementwise_state_keys
@@ -46,7 +47,14 @@ _PLAIN = (bool, int, float, str, type(None))
 
 def full_name(class_: type) -> str:
     """Return a class's name as a Setup gives it: "torch.optim.adamw.AdamW"."""
-    return f"{class_.__module__}.{class_.__qualname__}"
+    return f"{_module_of(class_)}.{class_.__qualname__}"
+
+
+def _module_of(class_: type) -> str:
+    """Return the name by which other processes import the module of a class; "__main__" for a script that
+    they cannot import."""
+    is_script = class_.__module__ == "__main__"
+    return (is_script and script_module()) or class_.__module__
 
 
 def optimizer_class(name: str, configured: str = "") -> type[torch.optim.Optimizer]:
@@ -74,16 +82,17 @@ def optimizer_class(name: str, configured: str = "") -> type[torch.optim.Optimiz
 def own_path(class_: type[torch.optim.Optimizer], strategy: str) -> str:
     """Return the "package.module:Class" by which another process can import the script's optimizer class.
 
-    Empty for torch.optim's classes. Raises PrepareError for a class that is defined in the
-    script itself or in a function.
+    Empty for torch.optim's classes. Raises PrepareError for a class that is defined in a function, or in a
+    script that trains when it is imported.
     """
     if any(getattr(torch.optim, allowed, None) is class_ for allowed in _ALLOWED):
         return ""
-    if class_.__module__ == "__main__" or "<locals>" in class_.__qualname__:
-        where = "in the script itself" if class_.__module__ == "__main__" else "within a function"
+    module = _module_of(class_)
+    if module == "__main__" or "<locals>" in class_.__qualname__:
+        where = "in the script itself" if module == "__main__" else "within a function"
         facts = {"run.strategy": strategy, "steps": "home", "optimizer": class_.__name__, "defined": where}
         check("prepare", Choices(facts))
-    return f"{class_.__module__}:{class_.__qualname__}"
+    return f"{module}:{class_.__qualname__}"
 
 
 def _import(path: str) -> type[torch.optim.Optimizer]:
@@ -92,7 +101,7 @@ def _import(path: str) -> type[torch.optim.Optimizer]:
         found: Any = importlib.import_module(module)
         for part in attribute.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (Exception, SystemExit) as error:  # a script may do anything when it is imported
         raise UserError(f"the optimizer {path!r} cannot be imported here: {error}") from None
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise UserError(f"the optimizer {path!r} is no subclass of torch.optim.Optimizer")
