@@ -1,4 +1,5 @@
-"""Transforms of torch.func of a model in tiers: copies of parameters work, a parameter itself is refused."""
+"""Models in tiers under torch.func, where copies of parameters are transformed and a parameter itself is
+refused, and under torch.compile before `prepare`, where they train as without it."""
 
 from __future__ import annotations
 
@@ -6,12 +7,14 @@ from collections.abc import Mapping
 
 import pytest
 import torch
+from kinds import check_equal
 from torch import Tensor, nn
 from torch.func import functional_call, grad
 
 import atoll
 from atoll.core.errors import UserError
-from support.runs import alone, model
+from support.pool import WorkerPool
+from support.runs import IN_TIERS, alone, model, run_at
 
 
 def loss_of(net: nn.Module, values: Mapping[str, Tensor], x: Tensor) -> Tensor:
@@ -49,3 +52,37 @@ def test_copies_of_parameters_are_transformed_and_a_parameter_itself_is_refused(
     right = adapt(net, torch.optim.SGD(net.parameters(), lr=0.1))
     assert losses == right[0]
     assert all(map(torch.equal, values, right[1]))
+
+
+def compiled(session: atoll.Session | None, ran: bool) -> list[Tensor]:
+    """Train a model that was compiled before `prepare`, and, if it `ran`, was called before."""
+    torch._dynamo.reset()
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    x = torch.linspace(-1, 1, 4 * 32, dtype=torch.float64).view(4, 32)
+    if session is not None:
+        called: nn.Module = torch.compile(net, backend="aot_eager")  # type: ignore[assignment]
+        if ran:
+            called(x)
+        session.prepare(called, optimizer)
+        mine = x[session.rank :: session.world]
+    else:
+        called, mine = net, x
+    for _ in range(3):
+        called(mine).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if session is not None:
+        session.barrier()
+    return [parameter.detach().clone() for parameter in net.parameters()]
+
+
+@pytest.mark.parametrize("ran", [False, True])
+def test_a_model_that_was_compiled_before(ran: bool) -> None:
+    assert all(map(torch.equal, alone(compiled, ran, tiers=True), compiled(None, ran)))
+
+
+@pytest.mark.parametrize("kind", sorted(IN_TIERS))
+def test_workers_with_a_model_that_was_compiled_before(pool: WorkerPool, kind: str) -> None:
+    for found in run_at(pool, kind, compiled, True):
+        check_equal(found, compiled(None, True))

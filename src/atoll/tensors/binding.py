@@ -206,7 +206,8 @@ def check_usable(name: str, gradient: Tensor) -> None:
     if gradient.requires_grad:
         raise UserError(
             f"the gradient of {name!r} carries a graph of its own (backward with create_graph=True), which a "
-            "model with budgets of memory cannot hold; take second derivatives with torch.autograd.grad"
+            "model with budgets of memory cannot hold; take second derivatives with torch.autograd.grad, or "
+            "leave the budgets out"
         )
     if gradient.layout != torch.strided:
         raise UserError(
@@ -244,7 +245,7 @@ def check_bindable(parameters: Mapping[str, nn.Parameter], *, in_tiers: bool = F
         if parameter.is_complex() and in_tiers:
             raise PrepareError(
                 f"parameter {name!r} is {_short(parameter.dtype)}, which budgets of memory do not hold; "
-                "leave them out, or make it a real parameter and use torch.view_as_complex in forward"
+                "leave the budgets out, or make it a real parameter and use torch.view_as_complex in forward"
             )
         if not is_dense(parameter):
             raise PrepareError(

@@ -203,7 +203,7 @@ class Prepared:
         self._looks_for_sparse = strategy.brings_parameters and not sparse and tiers is None
         epochs_mixed = partial(tells.warn_together, "epochs")
         lies: Tiers | Whole = Whole()
-        in_tiers = None if tiers is None else tiers.strategy(model, optimizers[0])
+        in_tiers = None if tiers is None else tiers.strategy(self.module, optimizers[0])
         if tiers is not None and in_tiers is not None:
             lies, strategy = tiers, in_tiers
         self.tiers, self._strategy = tiers, strategy
@@ -258,7 +258,7 @@ class Prepared:
             if not strategy.brings_parameters:  # otherwise their place says where this worker goes on
                 continue_from(former.reducer, self.reducer)
         # After the step hooks were made, so that the session's policy on gradients runs first.
-        lies.fit(model, optimizers[0], BatchEpochs(batches.epoch, epochs_mixed))
+        lies.fit(self.module, optimizers[0], BatchEpochs(batches.epoch, epochs_mixed))
         self._ready = True
         if self._sync_norms is not None:
             self._sync_norms.join(workers, self.samples)
