@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -50,7 +51,7 @@ class Plain:
     """The merger's rule, looked at for every iteration and every worker in each look."""
 
     def __init__(self, workers: int) -> None:
-        self.workers, self.ended = set(range(workers)), set[int]()
+        self.workers, self.ended = set(range(workers)), dict[int, float]()
         self.latest: dict[int, StepDone] = {}
         self.before: dict[int, float] = {}
         self.ends: dict[int, dict[int, float]] = {}
@@ -69,7 +70,8 @@ class Plain:
         if event.worker in self.latest:
             self.before[event.worker] = self.latest[event.worker].time
         self.latest[event.worker] = event
-        self.ended.discard(event.worker)
+        if event.time > self.ended.get(event.worker, math.inf):
+            del self.ended[event.worker]
         return again
 
     def look(self) -> list[int]:
@@ -112,8 +114,8 @@ def test_a_look_at_what_is_new_finds_what_a_look_at_everything_does(
         if kind == "look":
             assert [line.iteration for line in merger.whole()] == plain.look()
         elif kind == "end":
-            merger.end(worker)
-            plain.ended.add(worker)
+            merger.end(worker, now)
+            plain.ended[worker] = now
         else:
             at[worker] = max(0, at[worker] + forward)
             event = (
@@ -170,7 +172,7 @@ def test_a_worker_that_was_started_again_counts_again() -> None:
     merger = Merger(2)
     for iteration in range(5):
         merger.add(step(0, iteration, float(iteration)))
-    merger.end(1)
+    merger.end(1, 3.5)
     assert [line.iteration for line in merger.whole()] == [0, 1, 2]
     merger.add(step(1, 4, 4.0))  # it is back
     for iteration in range(5, 9):

@@ -18,6 +18,7 @@ from atoll.core.events import (
     Expected,
     Failed,
     Finished,
+    Gone,
     Logged,
     SharesChosen,
     Skipped,
@@ -187,8 +188,20 @@ class TestMerger:
             merger.add(step(0, iteration, 10.0 * iteration))
         merger.add(step(1, 1, 11.0))
         assert list(merger.whole()) == []
-        merger.end(1)
+        merger.end(1, 12.0)
         assert [line.iteration for line in merger.whole()] == [1, 2, 3]
+
+    def test_a_step_read_after_its_workers_end_holds_no_line_and_one_of_its_next_life_does(self) -> None:
+        merger = Merger(2)
+        merger.end(1, 12.0)
+        merger.add(step(1, 1, 11.0))
+        for iteration in range(1, 6):
+            merger.add(step(0, iteration, 10.0 * iteration))
+        assert [line.iteration for line in merger.whole()] == [1, 2, 3]
+        merger.add(step(1, 6, 55.0))
+        for iteration in range(6, 10):
+            merger.add(step(0, iteration, 10.0 * iteration))
+        assert list(merger.whole()) == []
 
     def test_what_is_not_finite_makes_the_mean_none(self) -> None:
         merger = Merger(2)
@@ -220,6 +233,16 @@ class TestRecorder:
         summary = recorder.close()
         assert summary.steps == 3
         assert f"{run.metrics}: 3 lines were lost" in [event["message"] for event in summary.events]
+
+    def test_lines_do_not_wait_for_a_killed_worker(self, run: RunDirectory) -> None:
+        recorder = Recorder(run, 2, "ring")
+        write(run, *(step(worker, 1, 1.0) for worker in (0, 1)))
+        recorder.poll()
+        recorder.hear(Gone(time=1.5, worker=1, exit_code=-9))
+        write(run, *(step(0, iteration, float(iteration)) for iteration in range(2, 6)))
+        recorder.poll()
+        assert [line.iteration for line in read_lines(run.metrics)] == [1, 2, 3]
+        recorder.close()
 
     def test_summary_of_a_whole_run(self, run: RunDirectory) -> None:
         recorder = Recorder(run, 2, "ring")

@@ -33,7 +33,7 @@ from atoll.core.config import (
     to_toml,
 )
 from atoll.core.errors import RunError, UserError
-from atoll.core.events import Decided, Warned
+from atoll.core.events import Decided, Gone, Warned
 from atoll.core.outlet import Screen
 from atoll.core.runclock import CLOCK_VARIABLE, clock_setting, record_time
 from atoll.core.sharing import files_for, files_under
@@ -385,11 +385,13 @@ class _Watch:
         self._life = seen.life
         for word in seen.words:
             self._causes.take(word)
+            if isinstance(word, Gone):
+                recorder.hear(word)
         for worker, until in seen.survived.items():
             self._causes.survive(worker, until)
         for word in self._words.take():
             self._causes.take(word)
-            if isinstance(word, TOLD):
+            if isinstance(word, (*TOLD, Gone)):
                 recorder.hear(word)
         if launcher.goes_on and not self._stop.count:
             self._tell_of_early(launcher, recorder)

@@ -131,7 +131,7 @@ class Merger:
         self._workers = set(range(workers))
         self._latest: dict[int, tuple[int, float]] = {}  # each worker's latest step: iteration, time
         self._before: dict[int, float] = {}  # time of each worker's step before the latest
-        self._ended: set[int] = set()
+        self._ended: dict[int, float] = {}  # worker -> time of its end
         self._pending: dict[int, _Entry] = {}
         self._numbers = 0  # in all of `_pending`
         self._touched: set[int] = set()  # iterations with news since the last `whole`
@@ -166,7 +166,8 @@ class Merger:
             self._before[event.worker] = self._latest[event.worker][1]
         self._latest[event.worker] = event.iteration, event.time
         self._moved.add(event.worker)
-        self._ended.discard(event.worker)  # the worker was started again
+        if event.time > self._ended.get(event.worker, math.inf):
+            del self._ended[event.worker]  # the worker was started again
 
     def _log(self, event: Logged) -> None:
         entry = self._entry(event.iteration)
@@ -202,9 +203,9 @@ class Merger:
                 del self._newest[name]
         return entry.line(iteration)
 
-    def end(self, worker: int) -> None:
-        """Note that the worker will send no more events."""
-        self._ended.add(worker)
+    def end(self, worker: int, time: float) -> None:
+        """Note that the worker ended at `time`. It sends no later events, unless it is started again."""
+        self._ended[worker] = time
         self._moved.add(worker)
 
     def newest(self) -> dict[str, float | None]:

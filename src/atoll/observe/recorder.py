@@ -320,6 +320,8 @@ class Recorder:
         if self._heard is not None:
             self._heard(event)
         if isinstance(event, (Joining, Ended, Gone)):  # a process before and after its part in the run
+            if isinstance(event, Gone):
+                self._merger.end(event.worker, event.time)
             return
         self._first, self._end = min(self._first, event.time), max(self._end, event.time)
         self._grouped.take(event)
@@ -351,7 +353,7 @@ class Recorder:
                 before, events=before.events + event.events, printed=before.printed + event.printed
             )
         elif isinstance(event, (Finished, Failed)):
-            self._merger.end(event.worker)
+            self._merger.end(event.worker, event.time)
             if isinstance(event, Failed):
                 self.failures.append(event)
 
