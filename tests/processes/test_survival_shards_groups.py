@@ -35,6 +35,7 @@ class Member:
         self.means: dict[int, Tensor] = {}
         self.committed = -1
         self.ready: set[int] = set()
+        self.comes_back: dict[int, bool] = {}  # by shard, as it said last
         self.clock = 0  # whose parameters are waited for
         self.links = ReturningLinks(
             hub.shards(),
@@ -57,6 +58,7 @@ class Member:
     def take(self, shard: int, header: bytes, payload: memoryview | None) -> None:
         message = decode_untrusted(header)
         if isinstance(message, m.Welcome):
+            self.comes_back[shard] = message.comes_back
             self.links.handle_welcome(shard, message)
         elif isinstance(message, m.Parameters):
             assert payload is not None
@@ -230,6 +232,10 @@ def test_shares_outlive_the_shards(tmp_path: Path, bsp: bool, replicas: int, kil
                 for shard in range(SHARDS):
                     if replicas == 2:  # it was killed before: the second process is the primary now
                         run.wait_for_decisions(f"shard {shard}", 2, "its standby is in sync")
+                        group.wait(
+                            lambda shard=shard: all(each.comes_back[shard] for each in group.members),
+                            "word that the shard comes back",
+                        )
                     run.kill(shard, replicas - 1)
 
             group.iterate(6, kill_all)
