@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,6 +151,36 @@ def test_alone_it_is_plain_torch(make: Any) -> None:
     found, shown = alone(train, make)
     check_equal(found, right)
     assert shown == seen
+
+
+def train_and_go_on(session: atoll.Session, path: Path) -> list[Tensor]:
+    """Two steps, a checkpoint, a step that is lost, and the rest from the checkpoint."""
+    net = Tables()
+    (optimizer,) = momentum(net)
+    session.prepare(net, optimizer)
+
+    def step(number: int) -> None:
+        ids = batch(number)[session.rank :: session.world]
+        net(ids, number).square().mean().backward()
+        optimizer.step()
+        net.zero_grad()
+
+    step(0)
+    step(1)
+    session.save(path)
+    step(7)
+    session.load(path)
+    for number in range(2, STEPS):
+        step(number)
+    session.barrier()
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def test_a_checkpoint_has_sgds_momentum_of_indices_and_values(pool: WorkerPool, tmp_path: Path) -> None:
+    right, _ = train(None, momentum)
+    check_equal(alone(train_and_go_on, tmp_path / "alone"), right)
+    for found in run_at(pool, "ring", train_and_go_on, tmp_path / "ring", world=WORLD):
+        check_equal(found, right)
 
 
 @pytest.mark.parametrize("kind", kinds_of(("ring", "server")))

@@ -49,7 +49,7 @@ def check_tensor(tensor: Tensor, where: str) -> None:
 
 def storage_key(tensor: Tensor) -> object:
     """Return a key that is equal for tensors of identical elements in memory, such as tied parameters."""
-    if tensor.numel() == 0 or isinstance(tensor, LazyTensor):
+    if tensor.numel() == 0 or tensor.layout != torch.strided or isinstance(tensor, LazyTensor):
         return id(tensor)
     storage = tensor.untyped_storage().data_ptr()
     return tensor.device, storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype

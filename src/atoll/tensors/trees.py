@@ -82,6 +82,8 @@ class Encoder:
         return f"{where}[{key!r}]" if self._only_checks else f"{where}.{key}"
 
     def _tensor(self, value: Tensor, where: str) -> Any:
+        if value.is_sparse:
+            return self._sparse(value.detach().coalesce(), where)
         check_tensor(value, where)
         if self._only_checks:
             return None
@@ -95,6 +97,13 @@ class Encoder:
             self.tensors[name] = value
         kind = "complex" if value.is_complex() else "tensor"
         return {"$": kind, "name": self._names[key]}
+
+    def _sparse(self, value: Tensor, where: str) -> Any:
+        """Return the JSON value for a coalesced tensor of indices and values, such as SGD's momentum where
+        gradients are sparse."""
+        parts = {"indices": value.indices(), "values": value.values()}
+        encoded = {key: self.encode(part, self._inside(where, key)) for key, part in parts.items()}
+        return {"$": "sparse", "shape": list(value.shape), **encoded}
 
     def _array(self, value: Any, where: str) -> Any:
         dtype = value.dtype
@@ -136,6 +145,9 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return tensors[value["name"]]
     if kind == "complex":
         return as_complex(tensors[value["name"]])
+    if kind == "sparse":
+        indices, values = decode(value["indices"], tensors), decode(value["values"], tensors)
+        return torch.sparse_coo_tensor(indices, values, value["shape"], check_invariants=True).coalesce()
     if kind in ("array", "scalar"):
         return _decoded_array(value)
     raise ValueError(f"a value of the unknown kind {kind!r}")
