@@ -19,7 +19,8 @@ from support.runs import IN_TIERS, KINDS, alone, run_at
 WORLD, STEPS = 2, 5
 RINGS = ("ring", "hierarchical", "elastic")
 SERVED = ("server", "ps-hra", "peers")
-QUICK = ("ring", "server")
+TIERS = tuple(sorted(IN_TIERS))
+QUICK = ("ring", "server", "tiers")
 
 
 class Twice(torch.autograd.Function):
@@ -48,7 +49,8 @@ class Tables(nn.Module):
         self.looked_up = nn.Parameter(torch.randn(30, 6))
         self.own = nn.Parameter(torch.randn(20, 6))
         self.seldom = nn.Embedding(20, 6, sparse=layers)
-        self.head = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 1))
+        middle = [layer for _ in range(10) for layer in (nn.Linear(16, 16), nn.Tanh())]
+        self.head = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), *middle, nn.Linear(16, 1))
         self.double()
 
     def forward(self, ids: Tensor, step: int) -> Tensor:
@@ -138,8 +140,8 @@ def test_each_worker_steps_the_rows_that_any_worker_has(pool: WorkerPool, kind: 
 
 
 @pytest.mark.parametrize("make", [sgd, momentum, adagrad])
-@pytest.mark.parametrize("kind", kinds_of(SERVED))
-def test_steps_made_elsewhere_are_the_same(pool: WorkerPool, kind: str, make: Any) -> None:
+@pytest.mark.parametrize("kind", kinds_of((*SERVED, *TIERS)))
+def test_steps_of_the_dense_form_are_the_same(pool: WorkerPool, kind: str, make: Any) -> None:
     right, _ = train(None, make)
     for found, _ in run_at(pool, kind, train, make, world=WORLD):
         check_equal(found, right)
@@ -183,7 +185,13 @@ def test_a_checkpoint_has_sgds_momentum_of_indices_and_values(pool: WorkerPool, 
         check_equal(found, right)
 
 
-@pytest.mark.parametrize("kind", kinds_of(("ring", "server")))
+@pytest.mark.parametrize("make", [sgd, momentum, adagrad])
+def test_alone_in_tiers_the_dense_form_is_stepped(make: Any) -> None:
+    right, _ = train(None, make)
+    check_equal(alone(train, make, tiers=True)[0], right)
+
+
+@pytest.mark.parametrize("kind", kinds_of(("ring", "server", *TIERS)))
 def test_clipped_gradients(pool: WorkerPool, kind: str) -> None:
     right, _ = train(None, sgd, clips=True)
     for found, _ in run_at(pool, kind, train, sgd, True, world=WORLD):
@@ -219,9 +227,10 @@ def accumulate(session: atoll.Session | None, mixed: bool) -> list[Tensor]:
     return [p.detach().clone() for p in net.parameters()]
 
 
-def test_gradients_that_add_up(pool: WorkerPool) -> None:
+@pytest.mark.parametrize("kind", kinds_of(("ring", "tiers")))
+def test_gradients_that_add_up(pool: WorkerPool, kind: str) -> None:
     right = accumulate(None, False)
-    for found in run_at(pool, "ring", accumulate, False, world=WORLD):
+    for found in run_at(pool, kind, accumulate, False, world=WORLD):
         check_equal(found, right)
 
 
@@ -322,16 +331,13 @@ ROWS = re.compile(
     r"SparseAdam does not support dense gradients.*\), which strategy '.*' makes; use strategy ring or "
     r"hierarchical, or torch.optim.SGD or Adagrad"
 )
+ROWS_IN_TIERS = re.compile(
+    r"PrepareError: optimizer SparseAdam cannot step the dense form of sparse gradients \(RuntimeError: "
+    r"SparseAdam does not support dense gradients.*\), which budgets of memory give it; leave out the "
+    r"budgets, or use torch.optim.SGD or Adagrad"
+)
 GONE = re.compile(
     r".*worker \d (lost touch with another worker, waiting for|cannot have) worker \d's values of "
-)
-IN_BACKWARD = (
-    "UserError: the gradient of 'w' is sparse, which a model with budgets of memory cannot hold; give its "
-    "embedding sparse=False, or leave the budgets out"
-)
-IN_PREPARE = (
-    "PrepareError: parameter 'table.weight' gets sparse gradients, which a model with budgets of memory "
-    "cannot hold; build its layer with sparse=False, or leave the budgets out"
 )
 ELEMENTS = (
     "UserError: the gradient of 'w' is sparse in 2 of its dimensions, and workers sum dense gradients and "
@@ -340,36 +346,28 @@ ELEMENTS = (
 
 
 @pytest.mark.parametrize("net", [Lookup, Layer])
-@pytest.mark.parametrize("kind", kinds_of(tuple(kind for kind in KINDS if kind not in IN_TIERS)))
+@pytest.mark.parametrize("kind", kinds_of(tuple(KINDS)))
 def test_adam_gives_its_own_error(pool: WorkerPool, kind: str, net: type[nn.Module]) -> None:
     assert set(run_at(pool, kind, refused, net, "Adam", world=WORLD)) == {ADAM}
 
 
 @pytest.mark.parametrize("net", [Lookup, Layer])
-@pytest.mark.parametrize("kind", kinds_of((*SERVED, "asp")))
+@pytest.mark.parametrize("kind", kinds_of((*SERVED, "asp", "server tiers", "peers tiers")))
 def test_sparse_adam_is_refused_where_steps_are_made_elsewhere(
     pool: WorkerPool, kind: str, net: type[nn.Module]
 ) -> None:
     assert all(map(ROWS.match, run_at(pool, kind, refused, net, "SparseAdam", world=WORLD)))
 
 
-@pytest.mark.parametrize("kind", kinds_of(("ring", "server", "peers")))
+@pytest.mark.parametrize("net", [Lookup, Layer])
+def test_sparse_adam_is_refused_in_tiers(pool: WorkerPool, net: type[nn.Module]) -> None:
+    assert all(map(ROWS_IN_TIERS.match, run_at(pool, "tiers", refused, net, "SparseAdam", world=WORLD)))
+    assert ROWS_IN_TIERS.match(alone(refused, net, "SparseAdam", tiers=True))
+
+
+@pytest.mark.parametrize("kind", kinds_of(("ring", "server", "peers", *TIERS)))
 def test_single_elements_are_refused(pool: WorkerPool, kind: str) -> None:
-    assert set(run_at(pool, kind, refused, Elements, "SGD", world=WORLD)) == {ELEMENTS}
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=[] if kind == "tiers" else pytest.mark.soak) for kind in sorted(IN_TIERS)],
-)
-def test_in_tiers_it_is_one_line(pool: WorkerPool, kind: str) -> None:
-    assert set(run_at(pool, kind, refused, Layer, "SGD", world=WORLD)) == {IN_PREPARE}
-    said = run_at(pool, kind, refused, Lookup, "SGD", world=WORLD)
-    assert IN_BACKWARD in said
+    said = run_at(pool, kind, refused, Elements, "SGD", world=WORLD)
+    assert ELEMENTS in said
     # Whoever still fetches values as the other one has left is told of that.
-    assert set(said) == {IN_BACKWARD} or (kind == "tiers" and any(map(GONE.match, said)))
-
-
-def test_alone_in_tiers_it_is_the_same_line() -> None:
-    assert alone(refused, Lookup, "SGD", tiers=True) == IN_BACKWARD
-    assert alone(refused, Layer, "SGD", tiers=True) == IN_PREPARE
+    assert set(said) == {ELEMENTS} or (kind == "tiers" and any(map(GONE.match, said)))

@@ -459,6 +459,11 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         "optimizer SparseAdam cannot step the dense sums of sparse gradients (no dense ones), which strategy",
         "use strategy ring or hierarchical, or torch.optim.SGD or Adagrad",
     ),
+    "optimizer-sparse-in-tiers": (
+        Choices({"sync": "local", "store": "sharded", "optimizer": "SparseAdam", "sparse": "no dense ones"}),
+        "optimizer SparseAdam cannot step the dense form of sparse gradients (no dense ones), which budgets",
+        "leave out the budgets, or use torch.optim.SGD or Adagrad",
+    ),
     "optimizer-complex-elsewhere": (
         Choices({**BY_TENSOR, "complex": True, "sync": "peers", "run.strategy": "peers"}),
         "optimizer Muon is not element-wise (it came out different), and strategy 'peers' steps complex",

@@ -63,6 +63,11 @@ class Fitted:
         """Decisions that are not in the plan: (subject, choice, reason)."""
         return []
 
+    @property
+    def had_sparse(self) -> bool:
+        """True if a gradient of this worker's was sparse, and is stepped in its dense form."""
+        return False
+
     def stats(self) -> MemoryFigures:
         """Budgets, peaks and moves since the beginning."""
         raise NotImplementedError
@@ -235,6 +240,10 @@ class Moving(Fitted):
         except BaseException:
             self.abandon()
             raise
+
+    @property
+    def had_sparse(self) -> bool:
+        return self.gradients.had_sparse
 
     # Overridden for a group of members (memory/sharded.py), or a model that is stepped elsewhere
     # (memory/lent.py, memory/exchanged.py).

@@ -401,6 +401,7 @@ class ModelGradients:
             for index, parameter in enumerate(each.trained.parameters)
         }
         self._measures: float | None = None  # the order of the norm that is taken of arriving gradients
+        self.had_sparse = False  # a gradient was sparse; in a chunk it is dense
         self.latest_norm: Tensor | None = None  # the latest global norm, before clipping
         self._handles = []
         for each, index in self._places.values():
@@ -489,7 +490,7 @@ class ModelGradients:
                 f"{name}.grad was set to a tensor of shape {tuple(gradient.shape)} and {gradient.dtype}; "
                 f"the parameter has {tuple(like.shape)} and {like.dtype}"
             )
-        check_usable(name, gradient)
+        gradient = self._usable(name, gradient)
         values = gradient.detach().clone() if isinstance(gradient, GradientProxy) else gradient
         each.replace(index, values)
 
@@ -650,8 +651,18 @@ class ModelGradients:
         gradient = _own_gradient(parameter)
         assert gradient is not None
         _set_own_gradient(parameter, None)  # first: the next backward would add to what is left there
-        check_usable(each.trained.names[index], gradient)
-        each.take(index, gradient, self._measures)
+        each.take(index, self._usable(each.trained.names[index], gradient), self._measures)
+
+    def _usable(self, name: str, gradient: Tensor) -> Tensor:
+        """Return a gradient of the parameter `name` as it can lie in a chunk: dense.
+
+        Raises UserError for one that cannot.
+        """
+        check_usable(name, gradient)
+        if not gradient.is_sparse:
+            return gradient
+        self.had_sparse = True
+        return gradient.to_dense()
 
 
 def _own_gradient(parameter: nn.Parameter) -> Tensor | None:

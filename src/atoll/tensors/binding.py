@@ -18,6 +18,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 
 from atoll.chunks import Chunk, ChunkMap, ParameterSpec
 from atoll.core.errors import BindingError, PrepareError, UserError
+from atoll.tensors.sparse import check_summable
 from atoll.tensors.torch_compat import storage_handle, storage_uses
 
 
@@ -209,11 +210,7 @@ def check_usable(name: str, gradient: Tensor) -> None:
             "model with budgets of memory cannot hold; take second derivatives with torch.autograd.grad, or "
             "leave the budgets out"
         )
-    if gradient.layout != torch.strided:
-        raise UserError(
-            f"the gradient of {name!r} is sparse, which a model with budgets of memory cannot hold; give "
-            "its embedding sparse=False, or leave the budgets out"
-        )
+    check_summable(name, gradient)
 
 
 def check_bindable(parameters: Mapping[str, nn.Parameter], *, in_tiers: bool = False) -> None:

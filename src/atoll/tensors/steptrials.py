@@ -24,10 +24,11 @@ def why_not_dense(optimizer: torch.optim.Optimizer, *, sparse: bool) -> str:
     Raises the optimizer's own error if it takes no sparse gradient.
     """
     generator = torch.Generator().manual_seed(0)
-    values = torch.randn(_SHAPE, generator=generator, dtype=torch.float64)
+    dtype = torch.float64 if sparse else torch.float32  # 8-bit optimizers may take no float64
+    values = torch.randn(_SHAPE, generator=generator, dtype=dtype)
     gradients = []
     for number, rows in enumerate(_ROWS):
-        inside = torch.randn(len(rows), _SHAPE[1], generator=generator, dtype=torch.float64)
+        inside = torch.randn(len(rows), _SHAPE[1], generator=generator, dtype=dtype)
         if number:
             inside[-1] = 0
         gradients.append(

@@ -171,9 +171,7 @@ class Prepared:
         self._sync_norms: SyncNorms | None = None
         self._stepped: set[int] = set()  # the optimizers that have stepped since all had
         _refuse_wrapped(self.module)
-        sparse = _first_sparse(self.module)
-        if sparse and tiers is not None:
-            _refuse_sparse(sparse)
+        sparse = _has_sparse_layers(self.module)
         if not workers.alone:
             self._sync_norms = SyncNorms(self.module, device, workers.place.world, more, joint=joint_norms)
         self.parameters = dict(self.module.named_parameters())
@@ -200,7 +198,7 @@ class Prepared:
         self._check_sparse = check_sparse
         for optimizer in optimizers if sparse else ():
             check_sparse(optimizer)
-        self._looks_for_sparse = strategy.brings_parameters and not sparse and tiers is None
+        self._looks_for_sparse = not sparse and (strategy.brings_parameters or tiers is not None)
         epochs_mixed = partial(tells.warn_together, "epochs")
         lies: Tiers | Whole = Whole()
         in_tiers = None if tiers is None else tiers.strategy(self.module, optimizers[0])
@@ -471,10 +469,16 @@ class Prepared:
                 forget_scale(each.optimizer)
         self.samples.use(alike=self.reducer.count_alike)
         self._batches.whole()
-        if self._looks_for_sparse and self.reducer.sum.gradients.have_sparse(self._trained_chunks):
+        if self._looks_for_sparse and self._have_sparse():
             self._looks_for_sparse = False  # no layer has announced them
             for optimizer in self.optimizers:
                 self._check_sparse(optimizer)
+
+    def _have_sparse(self) -> bool:
+        """True if a gradient of this worker's came sparse."""
+        if self.tiers is not None and self.tiers.fitted is not None:
+            return self.tiers.fitted.had_sparse
+        return self.reducer.sum.gradients.have_sparse(self._trained_chunks)
 
     def _follows(self, of: StepSet) -> bool:
         """True if an optimizer is left to step gradients that another optimizer has stepped already."""
@@ -665,16 +669,6 @@ def _refuse_wrapped(module: nn.Module) -> None:
         )
 
 
-def _first_sparse(module: nn.Module) -> str:
-    """Return the name of the first parameter whose layer gives it sparse gradients; empty for none."""
-    for name, part in module.named_modules():
-        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
-            return f"{name}.weight" if name else "weight"
-    return ""
-
-
-def _refuse_sparse(parameter: str) -> None:
-    raise PrepareError(
-        f"parameter {parameter!r} gets sparse gradients, which a model with budgets of memory cannot hold; "
-        "build its layer with sparse=False, or leave the budgets out"
-    )
+def _has_sparse_layers(module: nn.Module) -> bool:
+    """True if a layer gives its parameter sparse gradients."""
+    return any(isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse for part in module.modules())
