@@ -342,24 +342,23 @@ class StepHooks:
     """Functions around each optimizer step.
 
     `before()` runs first, `accept(gradients)` returns False to leave the step out, and `after()` runs last.
-    `mean(loss)` returns the workers' mean of a closure's result, after `before()`.
+    `mean(loss)` returns the workers' mean of a closure's result, after `before()`. `way_out` says what to do
+    about param groups that the script has changed.
     """
 
     before: Callable[[], None]
     accept: Callable[[Sequence[Tensor]], bool]
     after: Callable[[], None]
     mean: Callable[[Any], Any] = lambda loss: loss
+    way_out: str = PREPARE_AGAIN
 
 
 class ParameterOptimizer:
     """Calls the hooks around steps of `optimizer`, which steps its parameters itself, not segments.
 
-    `changed` is the way out if the script has changed the param groups. `calls_closure`: the optimizer itself
-    calls the closure, several times in a step. Each call gives it the workers' mean of the gradients, and
-    that of the loss.
+    `calls_closure`: the optimizer itself calls the closure, several times in a step. Each call gives it the
+    workers' mean of the gradients, and that of the loss.
     """
-
-    changed = PREPARE_AGAIN
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, hooks: StepHooks, *, calls_closure: bool = False
@@ -389,11 +388,11 @@ class ParameterOptimizer:
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self.restore()
         if self._calls_closure:
-            check_groups(optimizer, self._group_parameters, way_out=self.changed)
+            check_groups(optimizer, self._group_parameters, way_out=self._hooks.way_out)
             return with_closure(args, kwargs, self._evaluated)
         if kwargs or len(args) > 1:
             args, kwargs = call_closure_now(args, kwargs)
-        check_groups(optimizer, self._group_parameters, way_out=self.changed)
+        check_groups(optimizer, self._group_parameters, way_out=self._hooks.way_out)
         if not self._is_accepted():
             self._leave_out()
         return args, kwargs
@@ -453,8 +452,6 @@ class RemoteOptimizer(ParameterOptimizer):
             skipped step is then still made, as one that is not accepted, since other workers wait for it.
         elsewhere: the parameters that are stepped there; None: all. Others are frozen, and keep their state.
     """
-
-    changed = CHANGE_BEFORE
 
     def __init__(
         self,
@@ -732,7 +729,7 @@ class ChunkOptimizer:
         self.restore()
         if kwargs or len(args) > 1:
             args, kwargs = call_closure_now(args, kwargs)
-        check_groups(optimizer, self._group_parameters, way_out=PREPARE_AGAIN)
+        check_groups(optimizer, self._group_parameters, way_out=self._hooks.way_out)
         if self._state_was_replaced():
             self._import()
         self._hooks.before()

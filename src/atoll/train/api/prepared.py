@@ -21,7 +21,7 @@ from atoll.memory.over import refuse_apart
 from atoll.memory.sharded import Sharded
 from atoll.tensors.binding import BoundChunk, check_bindable, specs_of
 from atoll.tensors.clipping import check_max_norm
-from atoll.tensors.optimizer import PREPARE_AGAIN
+from atoll.tensors.optimizer import CHANGE_BEFORE, PREPARE_AGAIN
 from atoll.tensors.shardoptimizer import own_path
 from atoll.tensors.stepunit import Unit
 from atoll.tensors.torch_compat import (
@@ -219,8 +219,9 @@ class Prepared:
         self.norm = GradientNorm(self.parameters)
         self._trained_chunks = trained
         self.trained = {name for chunk in trained for name in chunk.names}
+        way_out = PREPARE_AGAIN if may_change else CHANGE_BEFORE
         self.sets = [
-            StepSet(self, each, unit, _watch(each, trained) if len(optimizers) > 1 else None)
+            StepSet(self, each, unit, way_out, _watch(each, trained) if len(optimizers) > 1 else None)
             for each, unit in zip(optimizers, units, strict=True)
         ]
         self.reducer: Reducer

@@ -43,8 +43,8 @@ class SteppedModel(Protocol):
 class StepSet:
     """The parameters that one optimizer steps.
 
-    `watch` notices gradients of the optimizer that the script drops; it is None if the model has no other
-    optimizer.
+    `way_out` says what to do about changed param groups. `watch` notices gradients of the optimizer that the
+    script drops; it is None if the model has no other optimizer.
 
     Attributes:
         optimizer: the optimizer.
@@ -61,10 +61,11 @@ class StepSet:
         model: SteppedModel,
         optimizer: torch.optim.Optimizer,
         unit: Unit,
+        way_out: str,
         watch: GradientWatch | None = None,
     ) -> None:
         self._model, self.optimizer, self.unit, self._watch = model, optimizer, unit, watch
-        self.hooks = StepHooks(self._before, self._accept, self._after, model.mean_loss)
+        self.hooks = StepHooks(self._before, self._accept, self._after, model.mean_loss, way_out)
         self._parameters = {each for group in optimizer.param_groups for each in group["params"]}
         self.own_samples = 0.0
         self.waits = self.follows = False

@@ -26,7 +26,7 @@ from atoll.memory.sharded import Sharded
 from atoll.moves.owners import Groups
 from atoll.moves.search import MemoryPlan
 from atoll.tensors.binding import BoundChunk
-from atoll.tensors.optimizer import CHANGE_BEFORE, ParameterOptimizer
+from atoll.tensors.optimizer import ParameterOptimizer
 from atoll.train.gradients.agreement import refuse_beyond, take_beside, tell_beside
 from atoll.train.gradients.apart import take_from_groups
 from atoll.train.gradients.clipping import ExchangedNorms, GradientNorm, Norms, ResidentNorms, SharedNorms
@@ -315,8 +315,6 @@ class HeldChunk(BoundChunk):
 class _TieredOptimizer(ParameterOptimizer):
     """The optimizer of a model in tiers. It steps by `p.grad`, so a step that is left out removes the
     gradients."""
-
-    changed = CHANGE_BEFORE
 
     def _leave_out(self) -> None:
         for group in self._group_parameters:
