@@ -21,7 +21,7 @@ from support.runs import model, run_at
 pytestmark = pytest.mark.sampled
 
 WORLD, STEPS = 2, 6
-KINDS = ("ring", "server", "ps-hra")
+KINDS = ("ring", "server", "ps-hra", "server tiers")
 
 
 def clamp(net: nn.Module, _slow: list[Tensor], _step: int) -> None:
@@ -127,7 +127,7 @@ def test_values_written_before_a_step_count(pool: WorkerPool, kind: str, writes:
         check(found, plain(writes, True))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS[:3])  # under budgets one optimizer steps a model
 def test_with_several_optimizers_too(pool: WorkerPool, kind: str) -> None:
     for found in run_at(pool, kind, train, "clamped", False, True, world=WORLD):
         check(found, plain("clamped", False))

@@ -459,14 +459,15 @@ class NewParameters(Answers):
         if name:
             self._asked = None  # the script's change is not overwritten
             raise UserError(
-                f"parameter {name!r} was changed by the script after session.prepare; under strategy "
-                "'server' parameters live at the shards: change it before session.prepare, or save and "
+                f"parameter {name!r} was changed by the script after session.prepare, and lives at the "
+                "shards, which take changes where all workers make each step together: set sync.consistency "
+                "to bsp and leave out sync.lazy and sites, change it before session.prepare, or save and "
                 "session.load it"
             )
 
-    def take_changes(self) -> dict[int, Tensor]:
+    def take_changes(self) -> list[int]:
         """Return the chunks to which the script has written, for the shards, and forget that it has."""
-        return self._store.take_changes() if self.takes_changes else {}
+        return self._store.take_changes() if self.takes_changes else []
 
     def forget_changes(self) -> None:
         """Forget the script's changes so far: the shards know them too."""

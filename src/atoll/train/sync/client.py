@@ -268,14 +268,14 @@ class ServerClient:
                 shards.send(self._connection.shard_of[chunk_id], replace, payload, until=STEP)
         return edits.hexdigest() if edited else ""
 
-    def send_written(self, iteration: int, written: Mapping[int, Tensor], *, send: bool = True) -> str:
-        """Send the values, (extent,), that the script has written into these chunks; return their digest, as
+    def send_written(self, iteration: int, written: Sequence[int], *, send: bool = True) -> str:
+        """Send the values that the script has written into these chunks; return their digest, as
         `send_edited` does."""
         shards, writes = self._connection.shards, hashlib.blake2b(digest_size=16)
         slots = {bound.chunk.id: len(bound.parameters) for bound in self._chunks}
-        for chunk_id, values in written.items():
-            payload = bytes_of(values)
-            writes.update(payload)
+        for chunk_id in written:
+            values, payload = self._store.made_of_values(chunk_id)
+            writes.update(bytes_of(values))
             if send:
                 replace = Replace(
                     incarnation=shards.incarnation,

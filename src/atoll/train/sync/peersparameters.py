@@ -301,8 +301,8 @@ class LocalParameters:
         for name in self._place.changed(self._copied):
             raise UserError(
                 f"parameter {name!r} was changed by the script after session.prepare; under strategy "
-                "'peers' the node's CPU side makes the parameters: change it before session.prepare, or "
-                "save and session.load it"
+                "'peers' the node's CPU side makes the parameters: set run.strategy to ring, change it "
+                "before session.prepare, or save and session.load it"
             )
 
     def _left_behind(self, _: Returned) -> None:

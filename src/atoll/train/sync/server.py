@@ -22,7 +22,6 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -536,7 +535,7 @@ class MeanExchange(Server):
         hyperparameters: Hyperparameters,
         edited: list[int],
         turn: Turn,
-        written: Mapping[int, Tensor] = MappingProxyType({}),
+        written: Sequence[int] = (),
         counted: bool = False,
     ) -> dict[int, Tensor]:
         """Let the shards make the step; return the new parameters by chunk in a group, else nothing."""
@@ -556,7 +555,7 @@ class MeanExchange(Server):
                     accepted=accepted,
                     optimizer=turn.optimizer,
                     stays=turn.stays,
-                    written=list(written),
+                    written=written,
                     writes=writes,
                 )
                 points.reach("group.stepped", self.steps)

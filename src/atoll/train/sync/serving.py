@@ -71,7 +71,7 @@ def serve_alone(
         feedback=feedback_of(chunks, connection),
         lazy=lazy,
         keeps_graphs=policy != "bsp" and not lazy and not pipeline,
-        takes_changes=takes_changes and policy == "bsp" and held is None and not lazy,
+        takes_changes=takes_changes and policy == "bsp" and not lazy,
     )
     return MeanExchange(parts) if policy == "bsp" else ValuesExchange(parts, pipeline)
 
@@ -139,7 +139,7 @@ def serve_group(
         feedback=feedback,
         together=together,
         keeps_graphs=policy != "bsp" and not pipeline,
-        takes_changes=policy == "bsp" and held is None,
+        takes_changes=policy == "bsp",
     )
     if policy == "bsp":
         return MeanExchange(parts)

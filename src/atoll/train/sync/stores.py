@@ -8,7 +8,7 @@ it, and asks it for the script's changes.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Protocol, TypeAlias
 
@@ -101,9 +101,13 @@ class Store(Protocol):
         unchanged.
         """
 
-    def take_changes(self) -> dict[int, Tensor]:
-        """Return the values, (extent,), on the CPU, of the chunks to which the script has written, and forget
-        these changes. Raises UserError for a change that may have come with others that were not noticed."""
+    def take_changes(self) -> list[int]:
+        """Return the chunks to which the script has written, and forget these changes. Raises UserError for a
+        change that may have come with others that were not noticed."""
+
+    def made_of_values(self, chunk: int) -> tuple[Tensor, Payload]:
+        """Return the values, (extent,), on the CPU, of a chunk that `take_changes` has named, and the payload
+        that carries them."""
 
     def forget_changes(self) -> None:
         """Forget the script's changes so far: the shards know them too."""
@@ -258,10 +262,10 @@ class Resident:
                 return name
         return self._changed_unseen() if self._looks.compares() else ""
 
-    def take_changes(self) -> dict[int, Tensor]:
+    def take_changes(self) -> list[int]:
         seen = zip(self._versions, self._seen(), strict=True)
         raised = {name for (name, before), (_, now) in seen if before != now}
-        compares, taken = self._looks.compares(), {}
+        compares, taken = self._looks.compares(), []
         for bound in self._bounds:
             former = self._written.get(bound.chunk.id)
             if former is None or not (compares or raised.intersection(bound.names)):
@@ -276,9 +280,13 @@ class Resident:
                     )
                 self._looks.compare_always()
             if changed:
-                taken[bound.chunk.id] = self._written[bound.chunk.id] = now.clone()
+                self._written[bound.chunk.id] = now.clone()
+                taken.append(bound.chunk.id)
         self._versions = self._seen()
         return taken
+
+    def made_of_values(self, chunk: int) -> tuple[Tensor, Payload]:
+        return self._written[chunk], bytes_of(self._written[chunk])
 
     def forget_changes(self) -> None:
         self._versions = self._seen()
@@ -447,20 +455,33 @@ class InTiers:
     # -- values -------------------------------------------------------------------------------------------
 
     def changed(self) -> str:
-        held = self._held()
-        held.write_back()
-        for bound in self._bounds.values() if held.written else ():
-            if not held.is_written(bound.parameters) or bound.chunk.id not in self._checksums:
-                continue
-            now = _checksums(bound, values_from(held, bound))
+        for bound, now in self._written_back():
             for name, before, after in zip(bound.names, self._checksums[bound.chunk.id], now, strict=True):
                 if before != after:
                     return name
-        held.written.clear()
+        self._held().written.clear()
         return ""
 
-    def take_changes(self) -> dict[int, Tensor]:
-        return {}  # the shards are not told of changes in tiers, which `changed` names
+    def take_changes(self) -> list[int]:
+        taken = []
+        for bound, now in self._written_back():
+            if now != self._checksums[bound.chunk.id]:
+                self._checksums[bound.chunk.id] = now
+                taken.append(bound.chunk.id)
+        self._held().written.clear()
+        return taken
+
+    def made_of_values(self, chunk: int) -> tuple[Tensor, Payload]:
+        values = partial(values_from, self._held(), self._bounds[chunk])
+        return values(), Made(lambda: bytes_of(values()))
+
+    def _written_back(self) -> Iterator[tuple[BoundChunk, list[int]]]:
+        """Yield each chunk to which the script may have written, and its checksums now."""
+        held = self._held()
+        held.write_back()
+        for bound in self._bounds.values() if held.written else ():
+            if held.is_written(bound.parameters) and bound.chunk.id in self._checksums:
+                yield bound, _checksums(bound, values_from(held, bound))
 
     def forget_changes(self) -> None:
         self._held().write_back()
