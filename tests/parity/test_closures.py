@@ -106,6 +106,38 @@ def test_alone_it_is_plain_torch(make: Any) -> None:
     assert shown == losses
 
 
+def rates(session: atoll.Session, make: Any) -> list[float]:
+    """Return the learning rate of each step; it falls from 1 by a tenth with each step's samples."""
+    net = model()
+    optimizer = make(net.parameters())
+    session.prepare(net, optimizer)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 10)
+    session.schedule(scheduler, total=10 * 12, steps=10)
+    seen = []
+    for step in range(STEPS):
+        x, y = (part[session.rank :: session.world] for part in batch(step))
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            session.weight(len(x))
+            loss = nn.functional.mse_loss(net(x), y)
+            loss.backward()
+            return loss
+
+        seen.append(optimizer.param_groups[0]["lr"] / optimizer.param_groups[0]["initial_lr"])
+        optimizer.step(closure)  # type: ignore[arg-type]
+    return seen
+
+
+@pytest.mark.parametrize("make", [lbfgs, sam])
+def test_a_step_counts_its_samples_once(pool: WorkerPool, make: Any) -> None:
+    """However often it calls the closure: a schedule by samples would run ahead."""
+    right = pytest.approx([1.0, 0.9, 0.8])
+    assert alone(rates, make) == right
+    for seen in run_at(pool, "ring", rates, make, world=WORLD):
+        assert seen == right
+
+
 def refused(session: atoll.Session) -> str:
     net = model()
     try:

@@ -87,7 +87,7 @@ def test_what_a_member_says_and_hears_is_what_it_is_though_it_is_packed_once() -
     calls = Calls(
         arm=lambda: None,
         contribution=lambda _: ContributionWeight(0.0, 0.0),
-        committed=lambda _own, _samples: None,
+        committed=lambda _own, samples: samples,
         leaving=lambda: None,
         epoch=lambda: at[-1],
         buffers=ModelBuffers(model),

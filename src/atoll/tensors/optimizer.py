@@ -343,7 +343,8 @@ class StepHooks:
 
     `before()` runs first, `accept(gradients)` returns False to leave the step out, and `after()` runs last.
     `mean(loss)` returns the workers' mean of a closure's result, after `before()`. `way_out` says what to do
-    about param groups that the script has changed.
+    about param groups that the script has changed. `evaluates(again)` runs before the optimizer calls a
+    closure; `again`: not for the first time in this step.
     """
 
     before: Callable[[], None]
@@ -351,6 +352,7 @@ class StepHooks:
     after: Callable[[], None]
     mean: Callable[[Any], Any] = lambda loss: loss
     way_out: str = PREPARE_AGAIN
+    evaluates: Callable[[bool], None] = lambda again: None  # noqa: ARG005
 
 
 class ParameterOptimizer:
@@ -366,6 +368,7 @@ class ParameterOptimizer:
         self.optimizer, self._hooks, self._calls_closure = optimizer, hooks, calls_closure
         self._group_parameters = [list(group["params"]) for group in optimizer.param_groups]
         self._left_out = False  # the param groups are emptied for a step that was not accepted
+        self._evaluated_before = False  # in this step
         own_tensors(optimizer.state.values())
         self._handles: list[Handle] = [
             AroundStep(optimizer, self._before, self._after),
@@ -388,6 +391,7 @@ class ParameterOptimizer:
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self.restore()
         if self._calls_closure:
+            self._evaluated_before = False
             check_groups(optimizer, self._group_parameters, way_out=self._hooks.way_out)
             return with_closure(args, kwargs, self._evaluated)
         if kwargs or len(args) > 1:
@@ -398,6 +402,8 @@ class ParameterOptimizer:
         return args, kwargs
 
     def _evaluated(self, closure: Callable[[], Any]) -> Any:
+        self._hooks.evaluates(self._evaluated_before)
+        self._evaluated_before = True
         with torch.enable_grad():
             loss = closure()
         self._is_accepted()  # the table of needs refuses the policy that would leave a step out

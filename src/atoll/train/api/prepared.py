@@ -461,10 +461,11 @@ class Prepared:
                 self.samples.missed()
         self._backward.arm()
 
-    def _committed(self, own: ContributionWeight, _group_samples: float) -> None:
+    def _committed(self, own: ContributionWeight, group_samples: float) -> float:
         self.mean_loss.reduced(own, alike=self.reducer.count_alike)
+        repeats = any(each.repeats for each in self.sets)
         for each in self.sets:
-            each.own_samples += own.samples
+            each.own_samples += 0.0 if repeats else own.samples
             each.reduced()
             if self._others:  # other workers compare the scale
                 forget_scale(each.optimizer)
@@ -474,6 +475,7 @@ class Prepared:
             self._looks_for_sparse = False  # no layer has announced them
             for optimizer in self.optimizers:
                 self._check_sparse(optimizer)
+        return 0.0 if repeats else group_samples
 
     def _have_sparse(self) -> bool:
         """True if a gradient of this worker's came sparse."""

@@ -54,6 +54,7 @@ class StepSet:
         waits: True if gradients were reduced that it has not stepped. Always False if the model has no other
             optimizer.
         follows: True in a step of gradients that another optimizer has stepped before.
+        repeats: True while the optimizer calls its closure again in a step, which has counted the samples.
     """
 
     def __init__(
@@ -65,10 +66,12 @@ class StepSet:
         watch: GradientWatch | None = None,
     ) -> None:
         self._model, self.optimizer, self.unit, self._watch = model, optimizer, unit, watch
-        self.hooks = StepHooks(self._before, self._accept, self._after, model.mean_loss, way_out)
+        self.hooks = StepHooks(
+            self._before, self._accept, self._after, model.mean_loss, way_out, self._evaluates
+        )
         self._parameters = {each for group in optimizer.param_groups for each in group["params"]}
         self.own_samples = 0.0
-        self.waits = self.follows = False
+        self.waits = self.follows = self.repeats = False
 
     def before_unscaling(self) -> None:
         self._model.before_unscaling(self)
@@ -96,6 +99,9 @@ class StepSet:
         watch = self._watch
         return self.waits and watch is not None and watch.has_gradients() and not watch.is_left_out()
 
+    def _evaluates(self, again: bool) -> None:
+        self.repeats = again
+
     def _before(self) -> None:
         self._model.before_step(self)
 
@@ -103,4 +109,5 @@ class StepSet:
         return self._model.accepts(self, gradients)
 
     def _after(self) -> None:
+        self.repeats = False
         self._model.after_step(self)

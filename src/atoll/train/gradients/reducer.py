@@ -74,7 +74,7 @@ class Calls:
         contribution: returns this worker's contribution, given whether it has gradients; called once for each
             reduction.
         committed: called with this worker's contribution and the group's number of samples when the iteration
-            is whole.
+            is whole; returns the number to count, 0 for samples that the same step has counted before.
         leaving: called before gradients leave.
         dropped: called if hooks of the script have left no gradient of a backward.
         edited: called if the script has changed all gradients between two backwards that come before one
@@ -93,7 +93,7 @@ class Calls:
 
     arm: Callable[[], None]
     contribution: Callable[[bool], ContributionWeight]
-    committed: Callable[[ContributionWeight, float], None]
+    committed: Callable[[ContributionWeight, float], float]
     leaving: Callable[[], None]
     dropped: Callable[[], None] = lambda: None
     edited: Callable[[], None] = lambda: None
@@ -248,9 +248,9 @@ class Reducer:
         self.reduced, self.unsent = True, False
         self.watch.reduced()
         self.begin()
+        new = self._calls.committed(own, samples)
         if self.sums_samples:
-            self.consumed += samples
-        self._calls.committed(own, samples)
+            self.consumed += new
 
     def begin(self) -> None:
         """Make ready for the next backward."""

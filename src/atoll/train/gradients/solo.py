@@ -41,8 +41,7 @@ class SoloReducer(Reducer):
         """Count the samples of all backwards since the last call."""
         own = self._calls.contribution(self.unsent or self.watch.has_values())
         self.reduced, self.unsent = True, False
-        self.consumed += own.samples
-        self._calls.committed(own, own.samples)
+        self.consumed += self._calls.committed(own, own.samples)
 
     def before_step(self, follows: bool = False) -> None:
         if not follows and (self.unsent or not self.reduced):
