@@ -21,7 +21,10 @@ class Ledger:
 
     def __init__(self, journal: HubJournal | None, book: Book, decisions: Decisions, turn: Turn) -> None:
         self._journal, self._book, self._decisions, self._turn = journal, book, decisions, turn
-        self._fails_until = 0.0  # by the hub's clock; 0: the journal does not fail
+        # By the hub's clock:
+        self._fails_until = 0.0  # 0: the journal does not fail
+        self._written_since = 0.0
+        self._has_told = False  # of the journal's trouble, and not yet of its end
 
     def replay(self) -> None:
         """Restore the state from the journal. Silences are counted from now on."""
@@ -52,28 +55,37 @@ class Ledger:
 
     def _write(self, journal: HubJournal) -> None:
         """Write the turn's records. A full disk does not stop the run: once there is room, the journal is
-        rewritten from the full state."""
+        rewritten from the full state.
+
+        That it is written again is told once it has lasted: on a full disk the journal that is removed leaves
+        room for the start of the next.
+        """
         now = self._turn.now()
         if self._fails_until > now:
             return
         try:
             if self._fails_until:
                 self._compact(journal)
-                self._fails_until = 0.0
-                self._decisions.add("journal", "written again", "the disk takes it")
+                self._fails_until, self._written_since = 0.0, now
             elif self._turn.records:
                 journal.append(self._turn.records)
                 if journal.is_long:
                     self._compact(journal)
         except OSError as error:
-            if not self._fails_until:
+            if not self._has_told:
+                self._has_told = True
                 reason = (
                     f"{error.strerror or error}; a hub that is started again would not know what comes now"
                 )
                 self._decisions.add("journal", f"{journal.path} is not written", reason)
+            if not self._fails_until:
                 with contextlib.suppress(OSError):
                     journal.forsake()
             self._fails_until = now + _RETRY_SECONDS
+            return
+        if self._has_told and now >= self._written_since + _RETRY_SECONDS:
+            self._has_told = False
+            self._decisions.add("journal", "written again", "the disk takes it")
 
     def _compact(self, journal: HubJournal) -> None:
         if journal.began is not None:
