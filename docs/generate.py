@@ -166,6 +166,7 @@ FACTS = {
     "process group": "torch's default group: `whole`, or what it lacks",
     "joint": "whether the workers can sum the layer's statistics",
     "average": "whether `session.average` was called for the model",
+    "bf16": "how `session.prepare` is to step bfloat16 parameters in float32",
     "dtype": "of a trained parameter",
     "unit": "what the optimizer steps by itself: `element` or `tensor`",
     "step": "the unit of steps that the script gave to `session.prepare`",

@@ -491,6 +491,31 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         "session.average: strategy 'server' steps the optimizer in a process of its own",
         "use torch.optim.swa_utils.AveragedModel(model) and session.register(average=...)",
     ),
+    "bf16-elsewhere": (
+        Choices({"bf16": "masters", "sync": "bsp", "run.strategy": "server"}),
+        "session.prepare(bf16='masters'): strategy 'server' steps the optimizer in a process of its own",
+        "use strategy ring or hierarchical, or leave bf16 out",
+    ),
+    "bf16-replicas": (
+        Choices({"bf16": "stochastic", "sync": "replicas", "run.strategy": "own"}),
+        "session.prepare(bf16='stochastic'): strategy 'own' exchanges values in the parameters' own",
+        "use strategy ring or hierarchical, or leave bf16 out",
+    ),
+    "bf16-in-tiers": (
+        Choices({"bf16": "masters", "sync": "local", "store": "tiered"}),
+        "session.prepare(bf16='masters'): budgets of memory have an option of their own",
+        "set memory.master to true for float32 copies, or leave the budgets out",
+    ),
+    "bf16-closure": (
+        Choices({"bf16": "masters", "closure": "needed", "optimizer": "LBFGS"}),
+        "session.prepare(bf16='masters'): optimizer LBFGS calls the script's closure within a step",
+        "or use an optimizer whose step() needs no closure, such as torch.optim.AdamW or SGD",
+    ),
+    "bf16-modes": (
+        Choices({"bf16": "masters", "modes": True, "optimizer": "AdamWScheduleFree"}),
+        "session.prepare(bf16='masters'): optimizer AdamWScheduleFree changes parameters by its state in",
+        "or use an optimizer without them, such as torch.optim.AdamW or SGD",
+    ),
     "settings-elsewhere": (
         Choices({**AT_HOME, "setting": "param_groups[0]['x']", "kind": "set"}),
         "param_groups[0]['x'] of the optimizer is a set, and cannot be sent to the process that makes",

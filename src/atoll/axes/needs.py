@@ -660,6 +660,7 @@ def _of_models() -> Iterator[Need]:
         "step, or the budgets",
         UserError,
     )
+    yield from _of_bf16()
     yield Need(
         "optimizer-sparse-elsewhere",
         prepare,
@@ -702,6 +703,46 @@ def _of_models() -> Iterator[Need]:
         "groups",
         UserError,
     )
+
+
+def _of_bf16() -> Iterator[Need]:
+    """Steps of bfloat16 parameters in float32."""
+    what = "session.prepare(bf16={bf16!r}): "
+    rows: tuple[tuple[str, dict[str, Condition], str], ...] = (
+        (
+            "elsewhere",
+            {"sync": Is("bsp", "ssp", "asp", "peers")},
+            "strategy {run.strategy!r} steps the optimizer in a process of its own, in the parameters' own "
+            "precision; use strategy ring or hierarchical, or leave bf16 out",
+        ),
+        (
+            "replicas",
+            {"sync": Is("replicas")},
+            "strategy {run.strategy!r} exchanges values in the parameters' own precision; use strategy ring "
+            "or hierarchical, or leave bf16 out",
+        ),
+        (
+            "in-tiers",
+            {"store": IsNot("resident", None)},
+            "budgets of memory have an option of their own; set memory.master to true for float32 copies, or "
+            "leave the budgets out",
+        ),
+        (
+            "closure",
+            {"closure": Is("needed")},
+            "optimizer {optimizer} calls the script's closure within a step, when the float32 values are not "
+            "rounded yet; leave bf16 out, or use an optimizer whose step() needs no closure, such as "
+            "torch.optim.AdamW or SGD",
+        ),
+        (
+            "modes",
+            {"modes": Is(True)},
+            "optimizer {optimizer} changes parameters by its state in train() and eval(), and its state is "
+            "float32; leave bf16 out, or use an optimizer without them, such as torch.optim.AdamW or SGD",
+        ),
+    )
+    for name, cell, why in rows:
+        yield Need(f"bf16-{name}", ("prepare",), {"bf16": Given(), **cell}, what + why, PrepareError)
 
 
 def _of_calls() -> Iterator[Need]:

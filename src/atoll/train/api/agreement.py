@@ -34,6 +34,7 @@ def describe(
     *,
     name: str = "",
     step: str | None = None,
+    bf16: str | None = None,
     has_budgets: bool = False,
 ) -> Description:
     """Return this worker's description. Of an optimizer's state it has only the number of parameters with
@@ -62,6 +63,7 @@ def describe(
     }
     configuration["session.prepare(name=)"] = repr(name)
     configuration["session.prepare(step=)"] = repr(step)
+    configuration["session.prepare(bf16=)"] = repr(bf16)
     # The sizes of budgets may differ between workers.
     configuration["memory"] = "given" if has_budgets else "not given"
     return Description(parameters, buffers, settings, configuration)

@@ -166,14 +166,15 @@ class Runtime:
         asked: str | None,
         *,
         again: bool,
+        bf16: str | None = None,
     ) -> Unit:
         """Return the unit in which `optimizer` steps, under the budgets `given`.
 
-        `asked` is the script's own word. `again`: its model was prepared before. Raises UserError where the
-        table of needs refuses the optimizer.
+        `asked` is the script's own word. `again`: its model was prepared before. `bf16`: how bfloat16
+        parameters are stepped in float32. Raises UserError where the table of needs refuses the optimizer.
         """
         unit = unit_of(optimizer, asked, self.device)
-        check("prepare", self.choices(config, given, again=again, **unit.facts))
+        check("prepare", self.choices(config, given, again=again, bf16=bf16, **unit.facts))
         if unit.by_tensor:
             self.check_sparse(config, given, optimizer, again=again, sparse=False)
         return unit

@@ -19,6 +19,7 @@ from atoll.exchange.sentgroups import sent_groups
 from atoll.memory.agreeing import BatchEpochs
 from atoll.memory.over import refuse_apart
 from atoll.memory.sharded import Sharded
+from atoll.tensors.bf16 import Float32Steps, Precision, check_precision
 from atoll.tensors.binding import BoundChunk, check_bindable, specs_of
 from atoll.tensors.clipping import check_max_norm
 from atoll.tensors.optimizer import CHANGE_BEFORE, PREPARE_AGAIN
@@ -150,6 +151,7 @@ class Prepared:
         joint_norms: bool,
         check_sparse: Callable[[torch.optim.Optimizer], None],
         step: str | None,
+        bf16: str | None = None,
         may_change: bool = False,
         former: Prepared | None = None,
     ) -> None:
@@ -175,6 +177,7 @@ class Prepared:
         if not workers.alone:
             self._sync_norms = SyncNorms(self.module, device, workers.place.world, more, joint=joint_norms)
         self.parameters = dict(self.module.named_parameters())
+        precision = check_precision(bf16, self.parameters)
         check_bindable(self.parameters, in_tiers=tiers is not None)
         refuse_apart(self.module, store="sharded" if tiers is not None and tiers.has_members else "resident")
         _to_device(self.module, self.parameters, device)
@@ -191,9 +194,11 @@ class Prepared:
             config,
             name=origin.name,
             step=step,
+            bf16=bf16,
             has_budgets=tiers is not None,
         )
         check_same(workers, described)
+        float32 = None if precision is None else _float32_steps(precision, self.parameters, workers)
         units = [unit_of(each, step) for each in optimizers]
         self._check_sparse = check_sparse
         for optimizer in optimizers if sparse else ():
@@ -221,7 +226,9 @@ class Prepared:
         self.trained = {name for chunk in trained for name in chunk.names}
         way_out = PREPARE_AGAIN if may_change else CHANGE_BEFORE
         self.sets = [
-            StepSet(self, each, unit, way_out, _watch(each, trained) if len(optimizers) > 1 else None)
+            StepSet(
+                self, each, unit, way_out, _watch(each, trained) if len(optimizers) > 1 else None, float32
+            )
             for each, unit in zip(optimizers, units, strict=True)
         ]
         self.reducer: Reducer
@@ -628,6 +635,15 @@ def _settings(
                 f"or freeze it (requires_grad_(False))"
             )
     return settings
+
+
+def _float32_steps(how: Precision, parameters: Mapping[str, nn.Parameter], workers: Workers) -> Float32Steps:
+    """Return how bfloat16 parameters are stepped in float32, with the seed of worker 0's script."""
+    positions = {parameter: position for position, parameter in enumerate(parameters.values())}
+    seed = torch.initial_seed() % 2**63
+    if how == "stochastic":
+        seed = workers.gather(seed, "worker 0's seed for stochastic rounding")[0]
+    return Float32Steps(how, positions, seed)
 
 
 def _watch(optimizer: torch.optim.Optimizer, chunks: Sequence[BoundChunk]) -> GradientWatch:

@@ -185,6 +185,7 @@ class Session:
         *,
         name: str = "",
         step: str | None = None,
+        bf16: str | None = None,
     ) -> tuple[nn.Module, Optimizers]:
         """Prepare `model` and `optimizer` to train with the other workers; return these two objects, changed.
 
@@ -210,6 +211,9 @@ class Session:
 
         `step` is the unit in which the optimizer steps: "element" for flat runs of elements, "tensor" for
         whole tensors of the parameters' own shapes. Without it a trial decides (docs/how-to/optimizers.md).
+
+        `bf16` has bfloat16 parameters stepped in float32: "masters" keeps a float32 copy of each, and
+        "stochastic" rounds each result up or down at random, with the same result on any number of workers.
         """
         self._workers.check_open()
         several = isinstance(optimizer, (list, tuple))
@@ -218,7 +222,7 @@ class Session:
         runtime, prepared_before = self._runtime, self._state.prepared
         number = len(prepared_before) if former is None else prepared_before.index(former)
         average = self._averages.of(model)
-        facts = {"several optimizers": len(optimizers) > 1, "average": average is not None}
+        facts = {"several optimizers": len(optimizers) > 1, "average": average is not None, "bf16": bf16}
         may_change = refusal("prepare", runtime.choices(self.config, memory, again=True)) is None
         with self._collectives.call("session.prepare"):
             tiers = runtime.tiers(self.config, memory, again=former is not None, **facts)
@@ -241,11 +245,12 @@ class Session:
                 batches=self._batches if number == 0 else OtherBatches(self._passes),
                 steps=self._steps,
                 tells=self._records,
-                unit_of=partial(runtime.unit, self.config, memory, again=former is not None),
+                unit_of=partial(runtime.unit, self.config, memory, again=former is not None, bf16=bf16),
                 check_sparse=partial(runtime.check_sparse, self.config, memory, again=former is not None),
                 more=self._more,
                 joint_norms=runtime.others == "local" and runtime.member is None,
                 step=step,
+                bf16=bf16,
                 may_change=may_change,
                 former=former,
             )

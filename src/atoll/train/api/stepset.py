@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from atoll.tensors.bf16 import Float32Steps
 from atoll.tensors.optimizer import StepHooks
 from atoll.tensors.stepunit import Unit
 from atoll.train.gradients.watch import GradientWatch
@@ -50,6 +51,7 @@ class StepSet:
         optimizer: the optimizer.
         unit: the unit in which it steps.
         hooks: the functions around its steps.
+        float32: how it steps bfloat16 parameters in float32; None: it steps their own values.
         own_samples: this worker's samples since its last step.
         waits: True if gradients were reduced that it has not stepped. Always False if the model has no other
             optimizer.
@@ -64,8 +66,10 @@ class StepSet:
         unit: Unit,
         way_out: str,
         watch: GradientWatch | None = None,
+        float32: Float32Steps | None = None,
     ) -> None:
         self._model, self.optimizer, self.unit, self._watch = model, optimizer, unit, watch
+        self.float32 = float32
         self.hooks = StepHooks(
             self._before, self._accept, self._after, model.mean_loss, way_out, self._evaluates
         )

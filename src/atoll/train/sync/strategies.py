@@ -24,6 +24,7 @@ from atoll.exchange.coding import Coding, bytes_of
 from atoll.exchange.sentgroups import sent_groups_of_all
 from atoll.net.returning import Payload
 from atoll.store.balance import balance
+from atoll.tensors.bf16 import Float32Optimizer, Float32Steps
 from atoll.tensors.binding import BoundChunk, carve
 from atoll.tensors.optimizer import ChunkOptimizer, ParameterOptimizer, RemoteOptimizer, StepHooks
 from atoll.tensors.packing import PACKED, moved, pack, unpack
@@ -73,6 +74,7 @@ class OptimizerSteps(Protocol):
     optimizer: torch.optim.Optimizer
     unit: Unit
     hooks: StepHooks
+    float32: Float32Steps | None
 
     @property
     def waits(self) -> bool: ...
@@ -132,11 +134,13 @@ FlatGradients: TypeAlias = Callable[[BoundChunk], tuple[Tensor, tuple[bool, ...]
 def steppers_of(training: Training, gradients: FlatGradients | None) -> Stepper:
     """Return what steps the model here: each optimizer steps chunks, or parameters if its unit is the tensor.
 
-    Without `gradients`, all step parameters.
+    Without `gradients`, and with float32 steps of bfloat16 parameters, all step parameters.
     """
     steppers: list[ChunkOptimizer | ParameterOptimizer] = []
     for each in training.sets:
-        if each.unit.by_tensor or gradients is None:
+        if each.float32 is not None:
+            steppers.append(Float32Optimizer(each.optimizer, each.hooks, each.float32))
+        elif each.unit.by_tensor or gradients is None:
             closes = each.unit.calls_closure
             steppers.append(ParameterOptimizer(each.optimizer, each.hooks, calls_closure=closes))
         else:
