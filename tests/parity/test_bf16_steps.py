@@ -329,6 +329,29 @@ def test_prepared_once_more_it_goes_on(how: str) -> None:
         assert optimizer.state[net[0].weight].get("roundings", 2) == 2
 
 
+@pytest.mark.parametrize("how", WAYS)
+def test_a_worker_that_comes_late_takes_the_exact_state(how: str) -> None:
+    """It has another seed, and goes on to the bit from the state of a living worker."""
+    raw, seen = b"", list[list[Tensor]]()
+    for seed in range(2):
+        net = net_of(seed)
+        (optimizer,) = adamw(net)
+        with atoll.join() as session:
+            session.prepare(net, optimizer, bf16=how)
+            for step in range(4):
+                if seed and step < 2:
+                    continue  # made by the living worker
+                if step == 2 and seed:
+                    session._state.restore(raw, seed)
+                elif step == 2:
+                    raw = session._state.capture()
+                net(batch(step, 0)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            seen.append(values(net))
+    same(seen[1:], seen[:1])
+
+
 def test_an_average_is_one_of_the_float32_values() -> None:
     net = net_of()
     (optimizer,) = adamw(net)
