@@ -14,6 +14,7 @@ with join() as session:
         if step == 3:
             body.requires_grad_(True)
             optimizer.add_param_group({"params": list(body.parameters()), "lr": 0.01})
+            session.prepare(model, optimizer)
         x, y = mine(session, *batch(step))
         loss = cross_entropy(model(x), y)
         loss.backward()

@@ -1,4 +1,4 @@
-"""A head that is replaced in the middle of training, with a new optimizer group for it."""
+"""A head that is replaced in the middle of training, with a new optimizer for the new parameters."""
 
 import torch
 from torch import nn
@@ -14,7 +14,8 @@ with join() as session:
         if step == 3:
             torch.manual_seed(1)
             model[-1] = nn.Linear(32, 4).double()
-            optimizer.add_param_group({"params": list(model[-1].parameters())})
+            optimizer = SGD(model.parameters(), lr=0.1)
+            session.prepare(model, optimizer)
         x, y = mine(session, *batch(step))
         loss = cross_entropy(model(x), y)
         loss.backward()

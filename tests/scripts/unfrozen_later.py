@@ -12,6 +12,7 @@ with join() as session:
     for step in range(6):
         if step in (2, 4):
             model[4 - step].requires_grad_(True)
+            session.prepare(model, optimizer)
         x, y = mine(session, *batch(step))
         loss = cross_entropy(model(x), y)
         loss.backward()

@@ -63,12 +63,13 @@ class ServedRun:
         at_least: int = 1,
         grouping: GroupingSettings | None = None,
         codec: str = "",
+        optimizer: str = "",
     ) -> None:
         """`patience`, `heartbeat`, `sites`, `until_done`, `at_least` and `grouping` as the hub's; `folder`
         gets what hub and shards keep; `keys` is a key file; `site_timeout` is the sites' deadline for the
         global shards, and `site_link` is how they reach them. `codec` is the one that shards may load beside
-        Atoll's own."""
-        self._site_link, self._codec = site_link, codec
+        Atoll's own, and `optimizer` the class beside torch's."""
+        self._site_link, self._codec, self._optimizer = site_link, codec, optimizer
         self._sites, self._site_timeout = dict(sites or {}), site_timeout
         self._site_stops = {site: threading.Event() for site in self._sites}
         self._keys, self._until_done, self._at_least = keys, until_done, at_least
@@ -127,7 +128,13 @@ class ServedRun:
             raise DeadlineError(f"{who} was not ready within {START_SECONDS:g} s")
 
     def _serve(self, index: int, ready: threading.Event) -> None:
-        options = ServerOptions(hub=self.address, shard=index, codec=self._codec, timeout=START_SECONDS)
+        options = ServerOptions(
+            hub=self.address,
+            shard=index,
+            codec=self._codec,
+            optimizer=self._optimizer,
+            timeout=START_SECONDS,
+        )
         server.serve(
             self._with_records(options, f"shard-{index}"),
             ready=lambda _address: ready.set(),

@@ -44,6 +44,7 @@ from support.pool import LOOPBACK, JobFailedError, WorkerPool
 from support.rivals import JOINED, PACKAGES, RIVALS, SHARES, SOURCES, Rival, version
 from support.served import ServedRun, served_worker
 from support.tight import rates
+from support.ways import Way
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "any-script.md"
@@ -54,10 +55,7 @@ DEADLINE = 150.0  # seconds; a script takes about one on a machine that does not
 _TIMEOUT = "60s"
 _BUDGET = Memory(device="24KiB", chunk="4096", step="host")  # most scripts' models take more
 
-# A refusal's way out: "..., 40960 bytes (40 KiB) would do", or "... raise memory.device from 28.0 KiB to at
-# least 57344 bytes (56.0 KiB)".
-_LEAST = re.compile(r"(\d+) bytes \([^)]*\) would do|raise memory\.device from [^;,]* (\d+) bytes")
-_FOLLOWED = 3  # refusals in a row whose way out is followed
+_FOLLOWED = 5  # refusals in a row whose way out is followed
 
 # The column of Atoll that does most nearly what a rival does.
 _BESIDE = {"DDP": "ring", "Accelerate": "ring", "FSDP2": "ring, tiers", "DeepSpeed ZeRO-3": "ring, tiers"}
@@ -144,13 +142,16 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     """A cell of the table: what came, and for all but a pass the line that says why.
 
     `budget` is the memory.device with which the script ran in the end, since a refusal asked for more;
-    `options` are those of DistributedDataParallel, likewise.
+    `options` are those of DistributedDataParallel, and the shards' `server.optimizer`, likewise. `way` is
+    what the line of a refusal asks for beyond that, and `then` is what came when it was done.
     """
 
     kind: Kind
     line: str = ""
     budget: str = ""
     options: tuple[str, ...] = ()
+    way: str = ""
+    then: Kind | None = None
 
 
 def scripts() -> dict[str, Script]:
@@ -197,18 +198,30 @@ class Table:
                 again = self._outcome(script, column, options=options)
                 found = msgspec.structs.replace(again, options=options)
             return found
-        for _ in range(_FOLLOWED):  # a larger budget may be refused later, in another use
-            budget = budget_named_in(found)
-            if not budget or budget == found.budget:
+        return self._followed(script, column)
+
+    def _followed(self, script: Script, column: str) -> Outcome:
+        """Run a script under a column of Atoll's, and again by the way out of each refusal."""
+        way = Way()
+        first = found = self._outcome(script, column)
+        for _ in range(_FOLLOWED):
+            asked = None
+            if found.kind == "refused":
+                asked = way.after(found.line, script.path, COLUMNS[column].config.run)
+            if asked is None:
                 break
-            found = msgspec.structs.replace(self._outcome(script, column, budget), budget=budget)
-        return found
+            way, found = asked, self._outcome(script, column, asked)
+            if way.stays:
+                options = ("server.optimizer",) * bool(way.optimizer)
+                first = msgspec.structs.replace(found, budget=way.budget, options=options)
+        return first if way.stays else msgspec.structs.replace(first, way=way.words, then=found.kind)
 
     def _outcome(
-        self, script: Script, column: str, budget: str = "", options: tuple[str, ...] = ()
+        self, script: Script, column: str, way: Way | None = None, options: tuple[str, ...] = ()
     ) -> Outcome:
+        way = way or Way()
         try:
-            found = self._run(script, column, budget, options)
+            found = self._run(script, column, way, options)
         except JobFailedError as error:
             return outcome_of(error) if column not in RIVALS else outcome_of_rival(error)
         except DeadlineError as error:
@@ -223,33 +236,24 @@ class Table:
                 if share is None
                 else compare_nearly(plain, found, share)
             )
-        if COLUMNS[column].exact:
+        if COLUMNS[column].exact or way.pace or way.strategy:
             return compare(plain, found, script.tolerance)
         return compare_nearly(plain, found, OWN_PACE)
 
-    def _run(self, script: Script, column: str, budget: str, options: tuple[str, ...]) -> list[Shown]:
+    def _run(self, script: Script, column: str, way: Way, options: tuple[str, ...]) -> list[Shown]:
         if column in RIVALS:
             return self._pool.run(_run_rival, column, options, script.path, world=2, deadline=DEADLINE)
         where = COLUMNS[column]
-        memory = where.config.memory
-        if budget:
-            memory = msgspec.structs.replace(memory, device=budget)
-        arguments: tuple[Any, ...] = (msgspec.structs.replace(where.config, memory=memory), script.path)
+        arguments: tuple[Any, ...] = (way.config(where.config), way.path(script.path))
         master = str(
             free_port()
         )  # for a process group of the script's own, as torchrun and `atoll run` give it
-        if where.shards is None:
+        if where.shards is None or way.strategy:
             return self._pool.run(_run_ring, master, *arguments, world=where.world, deadline=DEADLINE)
         quiet = contextlib.redirect_stdout(io.StringIO())  # of what hub and shards say
-        with quiet, ServedRun(where.world, where.shards) as served:
+        with quiet, ServedRun(where.world, where.shards, optimizer=way.optimizer) as served:
             arguments = (served.address, *arguments)
             return self._pool.run(_run_served, master, *arguments, world=where.world, deadline=DEADLINE)
-
-
-def budget_named_in(found: Outcome) -> str:
-    """Return the memory.device with which a refusal's way out is followed; empty if it names none."""
-    least = _LEAST.search(found.line) if found.kind == "refused" else None
-    return f"{-(-int(least[1] or least[2]) // 1024)}KiB" if least is not None else ""
 
 
 def _option_named_in(found: Outcome, given: tuple[str, ...]) -> str:
@@ -397,17 +401,19 @@ class Record(msgspec.Struct):
         others = "".join(f"; {name}: {PACKAGES[name]} {found}" for name, found in self.rivals.items())
         yield f"Found with torch {self.torch}{others}."
         yield ""
-        yield "| | tried | " + " | ".join(get_args(Kind)) + " |"
-        yield "| --- " * (2 + len(get_args(Kind))) + "|"
+        yield "| | tried | " + " | ".join(get_args(Kind)) + " | refused, then pass |"
+        yield "| --- " * (3 + len(get_args(Kind))) + "|"
         groups = {
             "The model on the device": [each for each in COLUMNS if not each.endswith("tiers")],
             "The model in tiers of memory": [each for each in COLUMNS if each.endswith("tiers")],
             "Other libraries": list(RIVALS),
         }
         for title, columns in groups.items():
-            kinds = [row[each].kind for row in self.cells.values() for each in columns if each in row]
+            found = [row[each] for row in self.cells.values() for each in columns if each in row]
+            kinds = [each.kind for each in found]
             counts = " | ".join(str(kinds.count(kind)) for kind in get_args(Kind))
-            yield f"| {title.lower()} | {len(kinds)} | {counts} |"
+            followed = sum(each.then == "pass" for each in found)
+            yield f"| {title.lower()} | {len(kinds)} | {counts} | {followed} |"
         lines: dict[str, int] = {}
         for title, columns in groups.items():
             yield from ["", f"## {title}", "", "| script | " + " | ".join(columns) + " |"]
@@ -450,7 +456,8 @@ def _cell(outcome: Outcome | None, lines: dict[str, int]) -> str:
     if outcome.kind == "pass":
         given = ", ".join([outcome.budget, *outcome.options]).strip(", ")
         return f"pass with {given}" if given else "pass"
-    return f"{outcome.kind} {lines.setdefault(_general(outcome.line), len(lines) + 1)}"
+    then = f", then {outcome.then}" if outcome.then is not None else ""
+    return f"{outcome.kind} {lines.setdefault(_general(outcome.line), len(lines) + 1)}{then}"
 
 
 def _general(line: str) -> str:
@@ -478,7 +485,9 @@ distance of its end from plain torch's end is at most 0.8 of the distance that p
 | --- | --- |
 | pass | losses and parameters equal plain torch's within 1e-9, or the tolerance that the script names |
 | pass with a budget | 24 KiB were refused; the script passes with the budget that the last line asked for |
+| pass with server.optimizer | the shards were told that they may import the script's own optimizer class |
 | refused | the script ends with one line, which the list below has under the number |
+| refused, then pass | what the line asks for was done, and the script passes |
 | wrong | the script ends well with other numbers |
 | crash | the script ends with something other than a line of Atoll's |
 | hang | the script waits until a deadline |

@@ -7,19 +7,22 @@ from dataclasses import replace
 import pytest
 import torch
 
+from atoll.core.config import Sync
 from support.pool import Failure, JobFailedError
 from support.table import (
+    COLUMNS,
     PAGE,
+    SCRIPTS,
     Outcome,
     Record,
     Shown,
-    budget_named_in,
     compare,
     compare_nearly,
     outcome_of,
     outcome_of_rival,
     scripts,
 )
+from support.ways import Way
 
 
 def shown(losses: list[float], value: float) -> Shown:
@@ -105,17 +108,63 @@ def test_a_rival_refuses_what_its_own_code_raises_on_purpose(
     assert outcome_of_rival(JobFailedError(given)).kind == kind
 
 
+SHARD = (
+    "shard 0: cannot run the optimizer 'own.lion.Lion' outside the script: it is none; take one of these, or "
+    "with a parameter server set server.optimizer to its 'package.module:Class' on every shard"
+)
+
+
 @pytest.mark.parametrize(
-    ("line", "budget"),
+    ("line", "way"),
     [
-        ("the budget of the device is too small: ...; 40961 bytes (40.0 KiB) would do", "41KiB"),
-        ("keep no views, or raise memory.device from 28.0 KiB to 32768 bytes (32.0 KiB), which", "32KiB"),
-        ("raise memory.device from 44.0 KiB to at least 57344 bytes (56.0 KiB); 61440 bytes", "56KiB"),
-        ("parameter '0.weight' gets sparse gradients", ""),
+        ("the device's budget is too small: ...; 40961 bytes (40.0 KiB) would do", Way(budget="41KiB")),
+        ("keep no views, or raise memory.device from 28.0 KiB to 32768 bytes (32.0", Way(budget="32KiB")),
+        ("raise memory.device from 44.0 KiB to at least 57344 bytes (56.0 KiB); 61", Way(budget="56KiB")),
+        (SHARD, Way(optimizer="own.lion:Lion")),
+        ("set sync.consistency to bsp and leave out sync.lazy", Way(pace="bsp")),
+        ("give one optimizer, or set run.strategy to ring, hierarchical or server", Way(strategy="ring")),
+        ("use strategy ring or hierarchical, or SGD", Way(strategy="ring")),
+        ("give one optimizer, or leave the budgets out", Way(no_budgets=True)),
+        ("parameter '0.weight' is odd", None),
     ],
 )
-def test_the_way_out_of_a_refusal_is_the_budget_that_it_names(line: str, budget: str) -> None:
-    assert budget_named_in(Outcome("refused", line)) == budget
+def test_the_way_out_of_a_refusal_is_what_its_line_names(line: str, way: Way | None) -> None:
+    script, run = scripts()["sgd"].path, COLUMNS["peers"].config.run
+    found = Way().after(line, script, run)
+    assert found == way
+    assert found is None or found.after(line, script, run) is None
+
+
+def test_a_script_is_rewritten_where_the_line_asks_for_it() -> None:
+    script, run = scripts()["maml"].path, COLUMNS["ring, tiers"].config.run
+    line = "a transform of torch.func cannot follow parameter 'w' itself; transform copies: {name: p.clone()}"
+    way = Way().after(line, script, run)
+    assert way == Way(rewritten=True)
+    assert way.path(script) == SCRIPTS / "followed" / "maml.py"
+    assert Way().after("the model is too large", script, run) is None
+    assert Way().path(script) == script
+
+
+def test_each_rewritten_script_names_the_line_that_asks_for_it() -> None:
+    rewritten = {path.stem: path.read_text(encoding="utf-8") for path in (SCRIPTS / "followed").glob("*.py")}
+    assert rewritten.keys() <= scripts().keys()
+    assert all("\n# asked: " in text for text in rewritten.values())
+
+
+def test_a_way_changes_the_configuration() -> None:
+    column = COLUMNS["peers, tiers"].config
+    assert Way(budget="41KiB").config(column).memory.device == "41KiB"
+    assert not Way(no_budgets=True).config(column).memory.is_given
+    ring = Way(strategy="ring").config(column)
+    assert (ring.run.strategy, ring.sync.stale_max) == ("ring", Sync().stale_max)
+    assert ring.memory == column.memory
+    assert Way(pace="bsp").config(COLUMNS["server asp"].config).sync.consistency == "bsp"
+    assert [Way(budget="1KiB", optimizer="a:B").stays, Way(strategy="ring").stays] == [True, False]
+
+
+def test_a_refusal_whose_way_out_passes_is_still_a_refusal() -> None:
+    record = Record("2", {"sgd": {"ring": Outcome("refused", "no; set run.strategy to ring", then="pass")}})
+    assert "| refused 1, then pass |" in record.page()
 
 
 def test_there_are_enough_scripts_and_each_says_what_it_does() -> None:
