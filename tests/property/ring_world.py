@@ -602,8 +602,9 @@ class Member:
         self.own = torch.zeros(MOST)
         self.own[self.incarnation] = 1.0
 
-    def _committed(self, _own: ContributionWeight, samples: float) -> None:
+    def _committed(self, _own: ContributionWeight, samples: float) -> float:
         self._samples = samples
+        return samples
 
     def _iterate(self) -> None:
         state, iteration = self.state, self.state.iteration

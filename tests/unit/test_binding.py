@@ -157,7 +157,7 @@ def test_a_complex_parameter_is_refused_in_tiers_alone() -> None:
     parameters = dict(complex_valued().named_parameters())
     check_bindable(parameters)
     with pytest.raises(
-        PrepareError, match="'w' is complex64, which budgets of memory do not hold; leave them"
+        PrepareError, match="'w' is complex64, which budgets of memory do not hold; leave the budgets out"
     ):
         check_bindable(parameters, in_tiers=True)
 

@@ -128,11 +128,19 @@ class Odd:
         ({"a": [0, (1, print)]}, "registered 'odd': state['a'][1][1]: the function or class print cannot"),
         ({"a": {(1, 2): 3}}, "registered 'odd': state['a']: the key (1, 2) is a tuple; keys are text or"),
         ({3: object()}, "registered 'odd': state[3]: an object cannot be saved"),
-        ([torch.eye(2).to_sparse()], "registered 'odd': state[0]: a checkpoint holds dense tensors only"),
+        ([torch.empty(2, device="meta")], "registered 'odd': state[0]: the tensor is on the meta device"),
         ({"a": np.array([None])}, "registered 'odd': state['a']: a NumPy array of dtype object cannot"),
         (nn.Linear(1, 1), "registered 'odd': state: a Linear cannot be saved"),
     ],
-    ids=["a set", "a function", "a tuple for a key", "an object", "sparse", "objects in NumPy", "a module"],
+    ids=[
+        "a set",
+        "a function",
+        "a tuple for a key",
+        "an object",
+        "no values",
+        "objects in NumPy",
+        "a module",
+    ],
 )
 def test_what_cannot_be_saved_is_refused_when_it_is_registered(state: Any, said: str) -> None:
     session, _ = prepared()

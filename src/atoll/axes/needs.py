@@ -672,7 +672,12 @@ def _of_models() -> Iterator[Need]:
     yield Need(
         "optimizer-sparse-in-tiers",
         prepare,
-        {"sync": Is("local", "replicas"), "store": Is("tiered", "sharded"), "sparse": Given()},
+        {
+            "sync": Is("local", "replicas"),
+            "store": Is("tiered", "sharded"),
+            "sparse": Given(),
+            "sparse gradients": Is(True),
+        },
         "optimizer {optimizer} cannot step the dense form of sparse gradients ({sparse}), which budgets of "
         "memory give it; leave out the budgets, or use torch.optim.SGD or Adagrad",
         PrepareError,
