@@ -744,7 +744,7 @@ def test_loops_over_a_loader(workers: int) -> None:
     heard: list[str] = []
 
     class Watcher:
-        def began(self, iterator: object) -> None:
+        def began(self, iterator: object, _loader: object) -> None:
             heard.append("began")
 
         def gave(self, iterator: object) -> None:

@@ -884,7 +884,7 @@ class LoaderWatcher(Protocol):
     A DataLoader with persistent workers uses one iterator for all its loops.
     """
 
-    def began(self, iterator: object) -> None: ...
+    def began(self, iterator: object, loader: DataLoader[Any]) -> None: ...
 
     def gave(self, iterator: object) -> None: ...
 
@@ -926,7 +926,7 @@ def watch_loaders(watcher: LoaderWatcher) -> Callable[[], None]:
 def _watched_begin(loader: Any) -> Any:
     iterator = _begin(loader)
     for watcher in _watchers:
-        watcher.began(iterator)
+        watcher.began(iterator, loader)
     return iterator
 
 

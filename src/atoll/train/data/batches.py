@@ -45,7 +45,15 @@ class SampledBatches:
             if samples not in sizes:
                 samples = next((each for each in seen.instead if each in sizes), samples)
             certain = certain or samples in sizes
-            samples = sampler.count(samples)
+            taken = self._passes.over(sampler)
+            if taken is None:
+                samples = sampler.count(samples)
+            elif new := taken.reach(samples, sizes):
+                taken.share = sampler.count(new) / new
+                samples *= taken.share
+            else:  # the batch is used already
+                certain = certain or samples == taken.size
+                samples *= taken.share
         return samples, KNOWN if certain else GUESSED
 
     def epoch(self) -> Epoch:

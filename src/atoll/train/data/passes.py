@@ -9,11 +9,15 @@ evaluations and a look at one batch do not count. A loop that was left after one
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.utils.data import DataLoader
 
 from atoll.core.scriptline import script_line, script_number
 from atoll.core.stands import LOOP, UNKNOWN, Epoch
@@ -28,15 +32,44 @@ class _Pass:
 
     Attributes:
         line: the script's line at which it began.
+        batch_size: the loader's own; 0 if a sampler makes the batches.
         given: the number of batches that it gave.
         is_over: True if the loop has ended.
         number: the number of the pass; 0 until the model trains on one of its batches.
+        size: the size of the batch that backward has reached last, or is about to reach whole.
+        share: the part of its samples that counts in the mean.
     """
 
     line: str
+    batch_size: int = 0
     given: int = 0
     is_over: bool = False
     number: int = 0
+    size: float = 0.0
+    share: float = 1.0
+    _used: int = 0  # batches that backwards have reached whole
+    _reached: float = 0.0  # samples of the next batch that they have reached
+
+    def reach(self, samples: float, sizes: Collection[float]) -> float:
+        """Record that a backward reaches a forward of `samples` samples; return how many of these it reaches
+        for the first time. That is 0 if all batches that the loop gave were reached before: a script may call
+        its model several times for one batch.
+
+        `sizes`: the possible sizes of the next batch. A forward may have a part of a batch, or several.
+        """
+        left = self.given - self._used
+        if left <= 0 or samples <= 0:
+            return 0.0
+        if self.batch_size and sizes:
+            # The sampler gives indices, and counts those of a batch that are left.
+            sizes = [float(min(self.batch_size, max(sizes) + self._reached))]
+        self.size = samples if samples in sizes else min(sizes, default=samples)
+        new = min(samples, left * self.size - self._reached)
+        if new <= 0:
+            return 0.0
+        whole, self._reached = divmod(self._reached + new, self.size)
+        self._used += int(whole)
+        return new
 
 
 class Passes:
@@ -45,6 +78,7 @@ class Passes:
     def __init__(self) -> None:
         self._passes: WeakKeyDictionary[object, _Pass] = WeakKeyDictionary()  # by the loader's iterator
         self._last: dict[str, _Pass] = {}  # the last pass on which the model trained, by line
+        self._dealt: WeakKeyDictionary[object, _Pass] = WeakKeyDictionary()  # the latest pass, by its sampler
         self._given = threading.local()  # `by`: the pass that gave this thread's latest batch
         self._trains_on: _Pass | None = None
         self._any = False  # True once any DataLoader has given a batch
@@ -80,10 +114,17 @@ class Passes:
             return UNKNOWN
         return Epoch(self._trains_on.number, self._trains_on.line)
 
+    def over(self, sampler: object) -> _Pass | None:
+        """Return the latest pass over data that this sampler deals; None if no DataLoader has it."""
+        return self._dealt.get(sampler)
+
     # From the DataLoaders
 
-    def began(self, iterator: object) -> None:
-        self._passes[iterator] = _Pass(script_line())
+    def began(self, iterator: object, loader: DataLoader[Any]) -> None:
+        this = self._passes[iterator] = _Pass(script_line(), loader.batch_size or 0)
+        for sampler in (loader.batch_sampler, loader.sampler):
+            with contextlib.suppress(TypeError):  # a list, say, which is no key
+                self._dealt[sampler] = this
 
     def gave(self, iterator: object) -> None:
         this = self._passes.get(iterator)
