@@ -157,7 +157,6 @@ FACTS = {
     "complex": "whether parameters of the optimizer are complex",
     "modes": "whether the optimizer has `train()` and `eval()`",
     "sparse": "why the optimizer cannot step dense gradients in place of sparse ones",
-    "sparse gradients": "whether the model has sparse gradients",
     "again": "whether the session has prepared the model before",
     "over": "a parameter that was given to `atoll.memory.over`",
     "fit": "who fits the model: `alone`, or members of `replicas`",

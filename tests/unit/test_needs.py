@@ -460,15 +460,7 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         "use strategy ring or hierarchical, or torch.optim.SGD or Adagrad",
     ),
     "optimizer-sparse-in-tiers": (
-        Choices(
-            {
-                "sync": "local",
-                "store": "sharded",
-                "optimizer": "SparseAdam",
-                "sparse": "no dense ones",
-                "sparse gradients": True,
-            }
-        ),
+        Choices({"sync": "local", "store": "sharded", "optimizer": "SparseAdam", "sparse": "no dense ones"}),
         "optimizer SparseAdam cannot step the dense form of sparse gradients (no dense ones), which budgets",
         "leave out the budgets, or use torch.optim.SGD or Adagrad",
     ),

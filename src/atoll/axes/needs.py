@@ -672,12 +672,7 @@ def _of_models() -> Iterator[Need]:
     yield Need(
         "optimizer-sparse-in-tiers",
         prepare,
-        {
-            "sync": Is("local", "replicas"),
-            "store": Is("tiered", "sharded"),
-            "sparse": Given(),
-            "sparse gradients": Is(True),
-        },
+        {"sync": Is("local", "replicas"), "store": Is("tiered", "sharded"), "sparse": Given()},
         "optimizer {optimizer} cannot step the dense form of sparse gradients ({sparse}), which budgets of "
         "memory give it; leave out the budgets, or use torch.optim.SGD or Adagrad",
         PrepareError,

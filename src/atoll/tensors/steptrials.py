@@ -21,7 +21,8 @@ def why_not_dense(optimizer: torch.optim.Optimizer, *, sparse: bool) -> str:
     """Return why dense gradients may not take the place of sparse ones; empty if they may.
 
     `sparse`: the model has sparse gradients. Else the optimizer is asked only whether it takes dense ones.
-    Raises the optimizer's own error if it takes no sparse gradient.
+    One that steps neither now, such as one that is not in train mode, is not refused for that.
+    Raises the optimizer's own error if it takes no sparse gradient of a model that has them.
     """
     generator = torch.Generator().manual_seed(0)
     dtype = torch.float64 if sparse else torch.float32  # 8-bit optimizers may take no float64
@@ -38,7 +39,9 @@ def why_not_dense(optimizer: torch.optim.Optimizer, *, sparse: bool) -> str:
     try:
         dense = _stepped(optimizer, values, [each.to_dense() for each in gradients])
     except Exception as error:  # whatever an unknown optimizer raises
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+        if sparse or _steps(optimizer, values, gradients):
+            return f"{type(error).__name__}: {error}".splitlines()[0]
+        return ""
     if by_rows is None or torch.allclose(by_rows, dense, rtol=1e-9, atol=1e-12):
         return ""
     return "it steps a sparse gradient otherwise than a dense one"
@@ -56,6 +59,14 @@ def steps_complex_as_real(optimizer: torch.optim.Optimizer) -> bool:
         return False
     real = _stepped(optimizer, values, gradients)
     return torch.allclose(torch.view_as_real(found), real, rtol=1e-9, atol=1e-12)
+
+
+def _steps(optimizer: torch.optim.Optimizer, values: Tensor, gradients: list[Tensor]) -> bool:
+    try:
+        _stepped(optimizer, values, gradients)
+    except Exception:  # whatever an unknown optimizer raises
+        return False
+    return True
 
 
 def _stepped(optimizer: torch.optim.Optimizer, values: Tensor, gradients: list[Tensor]) -> Tensor:

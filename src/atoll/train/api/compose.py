@@ -188,14 +188,14 @@ class Runtime:
         again: bool,
         sparse: bool = True,
     ) -> None:
-        """Raise PrepareError if the steps are made elsewhere or in tiers, and dense gradients cannot take the
-        place of sparse ones there.
+        """Raise PrepareError if the steps are made elsewhere, and dense gradients cannot take the place of
+        sparse ones there.
 
         `again`: its model was prepared before. `sparse`: the model has sparse gradients. Else the question is
-        only whether the optimizer takes dense ones, and in tiers their own trial answers it.
+        only whether the optimizer takes dense ones.
         Raises the optimizer's own error if it takes no sparse gradient.
         """
-        known = {"optimizer": type(optimizer).__name__, "again": again, "sparse gradients": sparse}
+        known = {"optimizer": type(optimizer).__name__, "again": again}
         if refusal("prepare", self.choices(config, given, sparse="untried", **known)) is not None:
             why = why_not_dense(optimizer, sparse=sparse)
             if why:
