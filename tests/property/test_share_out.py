@@ -6,7 +6,7 @@ import heapq
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from atoll.groups.shares import ShareChooser, SpeedModel, even, scaled, share_out
@@ -35,6 +35,7 @@ def one_by_one(total: int, fixed: np.ndarray, each: np.ndarray, least: int, most
 
 
 @given(WORKERS, st.integers(1, 300), st.integers(1, 3), st.integers(0, 60))
+@example([(0.0, 1.0)] * 7, 19, 3, 3)  # neither six nor seven workers can take them
 def test_no_sample_could_be_elsewhere_and_the_batch_end_earlier(workers, total, least, most):
     fixed, each = arrays(workers)
     count = len(workers)

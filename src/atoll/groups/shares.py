@@ -142,7 +142,8 @@ def share_out(total: int, fixed: Floats, each: Floats, *, least: int = 1, most: 
     """Return each worker's whole samples of `total`, so that the last worker finishes as early as it can.
 
     Of workers that finish alike, the lower one takes a sample. If there are too few samples for all, those
-    that would finish last get none. Raises ValueError if `most` samples of each are fewer than `total`.
+    that would finish last get none; where `most` needs them all the same, `least` gives way. Raises
+    ValueError if `most` samples of each are fewer than `total`.
 
     Args:
         total: the samples.
@@ -161,7 +162,7 @@ def share_out(total: int, fixed: Floats, each: Floats, *, least: int = 1, most: 
         if able:
             parts[chosen] = _fill(total, fixed[chosen], each[chosen], min(least, total // able), most)
         return parts
-    return _fill(total, fixed, each, least, most)
+    return _fill(total, fixed, each, min(least, total // max(1, workers)), most)
 
 
 def _fill(total: int, fixed: Floats, each: Floats, least: int, most: int) -> Whole:
