@@ -251,9 +251,10 @@ def predicted(
         recorder.start()
         step(number)
         handle.remove()
-        profile = profile_of(model, optimizer, uses[0])
+        profile = profile_of(model, [optimizer], uses[0])
         as_run = as_in(moving.budgets, moving.plan)
-        found.append(choose(model, optimizer, as_run, profile=profile, bandwidths=rates).predicted.seconds)
+        plan = choose(model, [optimizer], as_run, profile=profile, bandwidths=rates)
+        found.append(plan.predicted.seconds)
     return median(found)
 
 

@@ -45,8 +45,8 @@ def _early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def speculation_of(run: Run) -> Speculation:
     assert isinstance(run.fitted, Moving)
-    assert run.fitted._stepper is not None
-    found = run.fitted._stepper.speculation
+    assert run.fitted._stepping is not None
+    found = run.fitted._stepping.steppers[0].speculation
     assert found is not None
     return found
 
@@ -550,8 +550,8 @@ def test_the_script_s_own_optimizer_is_not_stepped_ahead() -> None:
     run = Run("gpt", SHARE, lambda p: Counting(p, lr=0.01))
     assert isinstance(run.fitted, Moving)
     assert run.fitted.plan.early
-    assert run.fitted._stepper is not None
-    assert run.fitted._stepper.speculation is None
+    assert run.fitted._stepping is not None
+    assert run.fitted._stepping.steppers[0].speculation is None
     run.losses(4)
     run.close()
 
@@ -566,7 +566,7 @@ def test_the_end_while_steps_are_made_ahead(how: str) -> None:
     inputs, targets = batch(run.family, 4)
     run.optimizer.zero_grad()
     loss_of(run.model(inputs), targets).backward()
-    thread = run.fitted._stepper._thread  # type: ignore[union-attr]
+    thread = run.fitted._stepping._thread  # type: ignore[union-attr]
     if how == "close":
         assert same(run.close(), values)
     elif how == "let go":

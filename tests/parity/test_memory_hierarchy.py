@@ -271,7 +271,7 @@ def test_the_plan_counts_what_goes_between_groups(groups: Groups, held: int) -> 
 
     found = together(count, run, replicas=groups)
     model, optimizer = built[0]
-    layout = lay_out_memory(planning.specs_for(model, optimizer), chunk_bytes=found[0].chunk_bytes)
+    layout = lay_out_memory(planning.specs_for(model, [optimizer]), chunk_bytes=found[0].chunk_bytes)
     largest = 4 * sum(chunk.extent for chunk in layout.trainable) // held
     for each in found:  # but for the elements by which a part is larger than another
         assert 0 <= each.predicted.nbytes["from_groups"] - largest <= 4 * UNIT * len(layout.trainable)

@@ -227,7 +227,7 @@ with init(memory):
     model = build(16)
 optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 session = atoll.join(Config(), place=Place())
-plan = planning.choose(model, optimizer, memory.budgets())  # measures bandwidths, in memory of its own
+plan = planning.choose(model, [optimizer], memory.budgets())  # measures bandwidths, in memory of its own
 planning.choose = lambda *_, **__: plan
 pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
 session.prepare(model, optimizer, memory=memory)

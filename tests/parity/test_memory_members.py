@@ -290,7 +290,7 @@ def test_plans_that_members_agree_on() -> None:
 
 def lay_out(chunk_bytes: int) -> Any:
     model, optimizer = Script("gpt", (1.0,)).build()
-    return lay_out_memory(planning.specs_for(model, optimizer), chunk_bytes=chunk_bytes).chunks
+    return lay_out_memory(planning.specs_for(model, [optimizer]), chunk_bytes=chunk_bytes).chunks
 
 
 def test_the_least_host_budget_that_a_refusal_names_would_do() -> None:
@@ -306,6 +306,8 @@ def test_the_least_host_budget_that_a_refusal_names_would_do() -> None:
     least = str(raised.value).split("; ")[1].split(" ")[0]
     plans = together(2, lambda member: body(member, least if member.rank == 0 else "1GiB"))
     assert plans[0].host_bytes + plans[0].staging_bytes == int(least)
-    alone = planning.choose(*built[0], msgspec.structs.replace(memory(built[0][0], 0.5)).budgets())
+    alone = planning.choose(
+        built[0][0], [built[0][1]], msgspec.structs.replace(memory(built[0][0], 0.5)).budgets()
+    )
     assert plans[0].host_bytes < 0.75 * alone.host_bytes  # half a chunk takes a page here
     assert isinstance(built[0][0], TinyGPT)

@@ -173,7 +173,7 @@ def test_a_recorded_step_is_the_model_s_whatever_steps_where() -> None:
         loss_of(run.model(inputs), targets).backward()
         uses.append([(use.parameters, use.backward) for use in recorder.stop() if use.parameters])
         pinned = as_in(run.fitted.budgets, run.fitted.plan)
-        plan = planning.choose(run.model, run.optimizer, pinned, bandwidths=rates())
+        plan = planning.choose(run.model, [run.optimizer], pinned, bandwidths=rates())
         assert plan.steps_on_device == run.fitted.plan.steps_on_device
         run.close()
     assert uses[0] == uses[1]

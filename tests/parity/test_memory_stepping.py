@@ -26,10 +26,11 @@ from atoll.core.errors import DeadlineError, PrepareError, RunError, UserError
 from atoll.core.memory import Memory
 from atoll.memory.fit import fit
 from atoll.memory.gradients import ModelGradients, TrainedChunk
+from atoll.memory.modelsteps import ModelSteps
 from atoll.memory.payloads import GRADIENT, VALUES, TensorPayloads
 from atoll.memory.states import chunk_states
 from atoll.memory.stepping import ChunkStepper, state_dtypes
-from atoll.memory.stepqueue import StepCall, StepQueue
+from atoll.memory.stepqueue import StepQueue
 from atoll.tensors.binding import specs_of
 from atoll.tensors.lazy import LazyTensor
 from support.models import MODELS
@@ -76,12 +77,11 @@ class Noted(StepQueue):
         self.began, self.goes_on = threading.Event(), threading.Event()
         self.goes_on.set()
 
-    def ended(self, step: StepCall, error: BaseException | None) -> None:
-        assert step.under_way is not None
-        self.stepped.append(step.under_way)
+    def ended(self, chunk: int, error: BaseException | None) -> None:
+        self.stepped.append(chunk)
         self.began.set()
         assert self.goes_on.wait(60)
-        super().ended(step, error)
+        super().ended(chunk, error)
 
 
 class Away:
@@ -129,6 +129,7 @@ class Away:
             before=lambda chunks: self.order(chunks),
             after=lambda: None,
         )
+        self.stepping = ModelSteps([self.stepper], self.steps)
 
     def order(self, chunks: Sequence[int]) -> Sequence[int]:
         return list(reversed(chunks))
@@ -154,7 +155,7 @@ class Away:
                 parameter.data.fill_(float("nan"))
 
     def close(self) -> None:
-        self.stepper.close()
+        self.stepping.close()
         self.fetch()
         for trained in self.chunks:
             for parameter in trained.parameters:
@@ -638,7 +639,7 @@ def test_who_waits_for_a_step_that_is_no_more_is_told() -> None:
     for thread in threads:
         thread.start()
     waiting.wait(60)
-    ending = threading.Thread(target=fitted.stepper.abandon, args=("it has ended",), daemon=True)
+    ending = threading.Thread(target=fitted.stepping.abandon, args=("it has ended",), daemon=True)
     ending.start()
     with fitted.steps.condition:
         assert fitted.steps.condition.wait_for(lambda: fitted.steps.is_closed, 60)

@@ -25,8 +25,8 @@ from support.runs import alone, model, run_at
 pytestmark = pytest.mark.sampled
 
 WORLD, STEPS = 2, 5
-HERE = ("ring", "hierarchical", "elastic", "server", "ps-hra")  # the kinds that take several
-REFUSED = ("ps-hra asp", "peers", "tiers", "server tiers", "peers tiers")
+HERE = ("ring", "hierarchical", "elastic", "server", "ps-hra", "tiers")  # the kinds that take several
+REFUSED = ("ps-hra asp", "peers", "server tiers", "peers tiers")
 
 
 def split(net: nn.Module) -> list[Optimizer]:
@@ -120,9 +120,10 @@ def test_a_single_worker_of_shards_at_its_own_pace_steps_as_plain_torch_does(
     check(found, plain(1, order))
 
 
+@pytest.mark.parametrize("tiers", [False, True])
 @pytest.mark.parametrize("order", ORDERS)
-def test_alone_too(order: str) -> None:
-    check(alone(train, order), plain(1, order))
+def test_alone_too(order: str, tiers: bool) -> None:
+    check(alone(train, order, tiers=tiers), plain(1, order))
 
 
 def muon_and_adamw(session: atoll.Session) -> list[Tensor]:

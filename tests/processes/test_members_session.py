@@ -434,7 +434,8 @@ def dies_while_one_steps_and_one_reads(place: Place) -> None:
         session.prepare(model, optimizer, memory=BUDGET)
         shared, turn = session._state.tiers[0].shared, 0
         assert shared is not None
-        stepper: Any = shared._stepper
+        assert shared._stepping is not None
+        stepper: Any = shared._stepping.steppers[0]
         stepped = stepper._after_step
 
         def within_step() -> None:

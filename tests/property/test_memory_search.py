@@ -31,12 +31,12 @@ def profile_of(sizes: list[int], seconds: float = 1e-3, frozen: frozenset[int] =
     )
     forward = [Use((i,), seconds) for i in range(len(sizes))]
     back = [Use((i,), 2 * seconds, True) for i in reversed(range(len(sizes)))]
-    return Profile(specs=specs, uses=(*forward, *back), state_bytes=(4, 4))
+    return Profile(specs=specs, uses=(*forward, *back), state_bytes={"": (4, 4)})
 
 
 def need_of(profile: Profile) -> int:
     """Bytes of parameters, gradients and state, without alignment."""
-    per = 1 + (1 + len(profile.state_bytes))
+    per = 1 + (1 + len(profile.state_bytes[""]))
     return sum(spec.nbytes * (per if spec.trainable else 1) for spec in profile.specs)
 
 
@@ -178,7 +178,7 @@ def check_shares(plans: list[MemoryPlan], profile: Profile, bandwidths: Bandwidt
         alone = search_plan(profile, msgspec.structs.replace(bandwidths, shared=True), budgets)
         layout = lay_out_memory(profile.specs, chunk_bytes=alone.chunk_bytes)
         gradients = sum(chunk.nbytes for chunk in layout.trainable)
-        kinds = 2 + len(profile.state_bytes)  # and a master; each part in whole pages
+        kinds = 2 + len(profile.state_bytes[""])  # and a master; each part in whole pages
         pages = 0 if sharding == "asymmetric" else kinds * count * len(layout.chunks) * 4096
         stored = sum(plan.host_bytes for plan in plans) - (alone.host_bytes + (count - 1) * gradients)
         assert -pages <= stored <= pages
@@ -397,7 +397,7 @@ def test_chunks_step_on_the_device_where_that_is_faster_and_there_is_room() -> N
     assert not steps_of(profile, fast_host, values // 2).steps_on_device
     # Without state they are two, and save three copies in a step.
     plain, slow_link = (
-        msgspec.structs.replace(profile, state_bytes=()),
+        msgspec.structs.replace(profile, state_bytes={}),
         msgspec.structs.replace(fast_host, to_device=1e9, to_host=1e9),
     )
     best, host = (steps_of(plain, slow_link, values, steps_on).predicted for steps_on in (None, "host"))

@@ -273,8 +273,8 @@ def test_states_are_shown_on_the_parameters_device() -> None:
     with moving(model, optimizer) as fitted:
         loss_of(model).backward()
         optimizer.step()
-        stepper = fitted._stepper
-        assert stepper is not None
+        assert fitted._stepping is not None
+        (stepper,) = fitted._stepping.steppers
         for each in stepper._chunks.values():
             each.states.trained.device = torch.device("meta")  # any that is not the host
         shown = stepper.state._plain(model[0].weight)

@@ -93,8 +93,8 @@ def test_a_recording_changes_nothing() -> None:
 def test_a_recorded_profile_gives_a_plan_of_what_was_used() -> None:
     model = Tied()
     optimizer = torch.optim.AdamW(model.parameters())
-    profile = profile_of(model, optimizer, record(model))
-    assert profile.state_bytes == (4, 4)
+    profile = profile_of(model, [optimizer], record(model))
+    assert profile.state_bytes == {"0": (4, 4)}
     plan = search_plan(profile, RATES, Memory(device="8KiB").budgets())
     assert not plan.fits
     assert plan.predicted.computing == pytest.approx(sum(use.seconds for use in profile.uses))
@@ -117,13 +117,13 @@ def test_uses_are_assumed_to_go_forward_and_back() -> None:
 def test_a_plan_for_a_model_without_a_profile() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     optimizer = torch.optim.AdamW(model.parameters())
-    whole = choose(model, optimizer, Memory(device="16MiB").budgets(), bandwidths=RATES)
+    whole = choose(model, [optimizer], Memory(device="16MiB").budgets(), bandwidths=RATES)
     assert whole.fits
-    part = choose(model, optimizer, Memory(device="64KiB").budgets(), bandwidths=RATES)
+    part = choose(model, [optimizer], Memory(device="64KiB").budgets(), bandwidths=RATES)
     assert not part.fits
     assert part.blocks * part.chunk_bytes <= 65536
     assert "compute is not measured yet" in part.reason
-    frozen = choose(model, None, Memory(device="64KiB").budgets(), bandwidths=RATES)
+    frozen = choose(model, [], Memory(device="64KiB").budgets(), bandwidths=RATES)
     assert frozen.host_bytes < part.host_bytes  # no optimizer, no state
 
 
@@ -133,17 +133,17 @@ def test_what_cannot_be_planned_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"^the budget of the device is too small: .*'weight' of 16\.0 KiB; \d+ byte"
     ):
-        choose(model, optimizer, Memory(device="1KiB").budgets(), bandwidths=RATES)
+        choose(model, [optimizer], Memory(device="1KiB").budgets(), bandwidths=RATES)
     with pytest.raises(UserError, match=r"^the budget of the host is too small: .* would do, or a disk$"):
-        choose(model, optimizer, Memory(device="20KiB", host="1KiB").budgets(), bandwidths=RATES)
+        choose(model, [optimizer], Memory(device="20KiB", host="1KiB").budgets(), bandwidths=RATES)
     small = Memory(device="20KiB", host="1KiB", disk=f"{tmp_path}:1MiB").budgets()
     with pytest.raises(UserError, match=r"^the budget of the host is too small: .* would do$"):
-        choose(model, optimizer, small, bandwidths=RATES)
+        choose(model, [optimizer], small, bandwidths=RATES)
     with pytest.raises(ConfigError, match=r"^disk: .*none does not exist"):
-        choose(model, optimizer, Memory(device="20KiB", disk=f"{tmp_path}/none:1MiB").budgets())
+        choose(model, [optimizer], Memory(device="20KiB", disk=f"{tmp_path}/none:1MiB").budgets())
     lbfgs = torch.optim.LBFGS(model.parameters())
     with pytest.raises(PrepareError, match="LBFGS"):
-        choose(model, lbfgs, Memory(device="20KiB").budgets())
+        choose(model, [lbfgs], Memory(device="20KiB").budgets())
 
 
 @pytest.mark.parametrize(
@@ -165,9 +165,9 @@ def test_what_is_said_that_would_do_does(pins: dict[str, str], least: str) -> No
     optimizer = torch.optim.AdamW(model.parameters())
     for device in ("1KiB", "40KiB") if pins else ("1KiB",):
         with pytest.raises(UserError, match=least) as caught:
-            choose(model, optimizer, Memory(device=device, **pins).budgets(), bandwidths=RATES)
+            choose(model, [optimizer], Memory(device=device, **pins).budgets(), bandwidths=RATES)
         (said,) = re.findall(r"; (\d+) bytes", str(caught.value))
-        choose(model, optimizer, Memory(device=said, **pins).budgets(), bandwidths=RATES)
+        choose(model, [optimizer], Memory(device=said, **pins).budgets(), bandwidths=RATES)
 
 
 def test_a_cache_that_no_budget_helps_is_told_of_without_one() -> None:
@@ -176,8 +176,8 @@ def test_a_cache_that_no_budget_helps_is_told_of_without_one() -> None:
     for device in ("1KiB", "20480", "1MiB"):
         given = Memory(device=device, cache="1", chunk="16KiB", step="host").budgets()
         with pytest.raises(UserError, match=r"^cache: a call needs 2 blocks, and 1 was given; .* auto$"):
-            choose(model, optimizer, given, bandwidths=RATES)
-    choose(model, optimizer, Memory(device="1MiB", cache="2", chunk="16KiB").budgets(), bandwidths=RATES)
+            choose(model, [optimizer], given, bandwidths=RATES)
+    choose(model, [optimizer], Memory(device="1MiB", cache="2", chunk="16KiB").budgets(), bandwidths=RATES)
 
 
 def test_where_direct_writes_are_refused_the_disk_is_measured_as_it_is_used(
@@ -220,7 +220,7 @@ def test_members_measure_what_goes_between_them_and_find_the_same(monkeypatch: p
     def measured(member: Member) -> MemoryPlan:
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
         optimizer = torch.optim.AdamW(model.parameters())
-        return agree(model, optimizer, Memory(device="64KiB").budgets(), member)
+        return agree(model, [optimizer], Memory(device="64KiB").budgets(), member)
 
     given: list[float] = []
 

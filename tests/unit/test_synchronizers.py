@@ -100,7 +100,7 @@ def name_count(partners: dict[int, int | None]) -> int:
 
 def values_of(model: nn.Module, written: list[int]) -> Values:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    chunk_map = lay_out(specs_for(model, optimizer), chunk_bytes=256)
+    chunk_map = lay_out(specs_for(model, [optimizer]), chunk_bytes=256)
     chunks = bind_model(chunk_map, dict(model.named_parameters()))
     return Values(chunks, lambda: written.append(1))
 

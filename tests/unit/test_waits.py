@@ -283,7 +283,7 @@ REVIEWED: dict[str, str] = {
         "its thread copies gradients, and what it waits for, room in a tier, has a deadline"
     ),
     "memory/leaving.py: Leaving.close: self._thread.shutdown()": "the same: at most what is on its way",
-    "memory/stepping.py: ChunkStepper._work: steps.condition.wait()": (
+    "memory/modelsteps.py: ModelSteps._work: steps.condition.wait()": (
         "the thread that steps chunks waits for the next step; `close` ends it"
     ),
     "exchange/globalparameters.py: _Crew.__init__: "

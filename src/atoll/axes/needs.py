@@ -473,8 +473,9 @@ def _of_models() -> Iterator[Need]:
     yield Need(
         "several-optimizers-in-tiers",
         prepare,
-        {"store": IsNot("resident", None), "several optimizers": Is(True)},
-        f"under budgets of memory one optimizer steps a model: {way_out}, or leave the budgets out",
+        {**served, "store": Is("tiered")},
+        "under strategy {run.strategy!r} one optimizer steps a model under budgets of memory: "
+        f"{way_out}, or leave the budgets out",
         PrepareError,
     )
     before = "make the change before session.prepare, or prepare the changed model in another session"

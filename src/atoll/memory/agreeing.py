@@ -55,13 +55,14 @@ NO_EPOCHS = BatchEpochs()  # for scripts whose batches have no known epoch
 
 
 class StepAgreement:
-    """The comparison that all members make before each step.
+    """The comparison that all members make before each step of one optimizer.
 
     Args:
         sharing: this member's view of the group.
         gradients: the gradients after their mean was taken.
-        trained: the chunks with gradients.
-        optimizer: the optimizer whose hyperparameters are compared; None if no step is made here.
+        trained: the chunks that the optimizer steps.
+        optimizer: the optimizer, whose hyperparameters are compared.
+        name: what messages call it; another name for each of a model's optimizers.
         epochs: the epochs of the batches.
     """
 
@@ -70,11 +71,12 @@ class StepAgreement:
         sharing: Sharing,
         gradients: SharedGradients,
         trained: Sequence[TrainedChunk],
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: torch.optim.Optimizer,
+        name: str,
         epochs: BatchEpochs,
     ) -> None:
         self._sharing, self._gradients, self._trained = sharing, gradients, trained
-        self._optimizer, self._settings = optimizer, SettingsCode()
+        self._optimizer, self._name, self._settings = optimizer, name, SettingsCode()
         self._epoch, self._epochs = epochs.epoch, ComparedEpochs(epochs.mixed)
 
     def agree(self) -> None:
@@ -89,11 +91,11 @@ class StepAgreement:
         kinds = [grouping.kind(chunk) for chunk in trained]
         edited = "\n".join(gradients.edited)
         epoch = self._epochs.compared(self._epoch())
-        settings = self._settings.see([] if self._optimizer is None else settings_of(self._optimizer))
+        settings = self._settings.see(settings_of(self._optimizer))
         codes = [float(code_of(edited)), float(settings % CODES), float(code_of(str(epoch)))]
         said = [each for code in codes for each in (code, code**2)]
         said += [place for each in zip(kinds, present, strict=True) for place in grouping.spread(*each)]
-        heard = iter(sharing.points.agree(said, f"optimizer.step() {sharing.points.steps}"))
+        heard = iter(sharing.points.agree(said, f"{self._name}.step() {sharing.points.steps}"))
         if next(heard) ** 2 != sharing.members.count * next(heard):
             raise UserError(self._unlike_edits(edited))
         if next(heard) ** 2 != sharing.members.count * next(heard):

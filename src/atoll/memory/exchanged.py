@@ -110,7 +110,7 @@ class Exchanged(Moving):
         plan: MemoryPlan,
         chunk_map: ChunkMap,
     ) -> None:
-        super().__init__(model, None, budgets, plan, chunk_map)
+        super().__init__(model, (), budgets, plan, chunk_map)
         self._places = {
             id(parameter): (each, slot)
             for each in self._trained

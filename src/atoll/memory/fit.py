@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -29,6 +30,9 @@ from atoll.tensors.torch_compat import is_compiled
 
 __all__ = ["Fitted", "fit", "plan"]
 
+# One optimizer, several of which each has parameters of its own, or None if the model is not stepped here.
+Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
 _STEPS_ANOTHER = (
     "the {} steps another model that was fitted already; give each model an optimizer of its own, or close() "
     "that first"
@@ -37,7 +41,7 @@ _STEPS_ANOTHER = (
 
 def plan(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Optimizers,
     memory: Memory,
     members: Members | None = None,
     *,
@@ -57,13 +61,13 @@ def plan(
     _check(model, dict(model.named_parameters()))
     if members is None:
         refuse_apart(model, fit="alone")
-        return planning.choose(model, optimizer, budgets, lent=lent)
-    return agree(model, optimizer, budgets, members)
+        return planning.choose(model, _listed(optimizer), budgets, lent=lent)
+    return agree(model, _listed(optimizer), budgets, members)
 
 
 def fit(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Optimizers,
     *,
     memory: Memory,
     members: Members | None = None,
@@ -74,6 +78,7 @@ def fit(
     Results equal the plain model's to the bit.
 
     Args:
+        optimizer: one optimizer, or a list of several, each with parameters of its own.
         members: the group to share the model with. Each member calls `fit` with the same model and values,
             and keeps the part that it owns (see `memory/sharded.py`).
         plan: the plan that the function `plan` has returned; None: `fit` makes one.
@@ -87,26 +92,25 @@ def fit(
         plan = _plan(model, optimizer, memory, members)
     else:
         _check(model, dict(model.named_parameters()))
-    chunk_map = lay_out_memory(planning.specs_for(model, optimizer), chunk_bytes=plan.chunk_bytes)
+    optimizers = _listed(optimizer)
+    chunk_map = lay_out_memory(planning.specs_for(model, optimizers), chunk_bytes=plan.chunk_bytes)
     fitted: Fitted
     if plan.fits and members is not None:
         raise PrepareError(f"{plan.reason}: there is nothing to share; give smaller budgets, or no members")
     if plan.fits:
         fitted = Resident(model, budgets, plan, chunk_map)
+    elif members is not None:
+        return _share(model, optimizers, budgets, plan, chunk_map, members)
     else:
-        if optimizer is not None and has_stepper(optimizer):
-            raise PrepareError(_STEPS_ANOTHER.format(type(optimizer).__name__))
-        if members is None:
-            fitted = Moving(model, optimizer, budgets, plan, chunk_map)
-        else:
-            return _share(model, optimizer, budgets, plan, chunk_map, members)
-    observing.tell_fitted(fitted, optimizer)
+        _check_free(optimizers)
+        fitted = Moving(model, optimizers, budgets, plan, chunk_map)
+    observing.tell_fitted(fitted, optimizers)
     return fitted
 
 
 def fit_shared(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Sequence[torch.optim.Optimizer],
     *,
     memory: Memory,
     members: Members,
@@ -122,24 +126,36 @@ def fit_shared(
     Raises what `fit` raises.
     """
     _check(model, dict(model.named_parameters()))
-    chunk_map = lay_out_memory(planning.specs_for(model, optimizer), chunk_bytes=plan.chunk_bytes)
-    return _share(model, optimizer, memory.budgets(), plan, chunk_map, members, epochs)
+    chunk_map = lay_out_memory(planning.specs_for(model, optimizers), chunk_bytes=plan.chunk_bytes)
+    return _share(model, optimizers, memory.budgets(), plan, chunk_map, members, epochs)
 
 
 def _share(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Sequence[torch.optim.Optimizer],
     budgets: Budgets,
     plan: MemoryPlan,
     chunk_map: ChunkMap,
     members: Members,
     epochs: BatchEpochs = NO_EPOCHS,
 ) -> Sharded:
-    if optimizer is not None and has_stepper(optimizer):
-        raise PrepareError(_STEPS_ANOTHER.format(type(optimizer).__name__))
-    sharded = Sharded(model, optimizer, budgets, plan, chunk_map, members, epochs)
-    observing.tell_fitted(sharded, optimizer)
+    _check_free(optimizers)
+    sharded = Sharded(model, optimizers, budgets, plan, chunk_map, members, epochs)
+    observing.tell_fitted(sharded, optimizers)
     return sharded
+
+
+def _listed(optimizer: Optimizers) -> Sequence[torch.optim.Optimizer]:
+    if optimizer is None:
+        return []
+    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+
+
+def _check_free(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise PrepareError for an optimizer that steps another fitted model."""
+    for optimizer in optimizers:
+        if has_stepper(optimizer):
+            raise PrepareError(_STEPS_ANOTHER.format(type(optimizer).__name__))
 
 
 def borrow(
@@ -174,7 +190,7 @@ def plan_exchanged(model: nn.Module, memory: Memory, staging_bytes: int, *, sums
     """
     budgets = memory.budgets()
     _check(model, dict(model.named_parameters()))
-    return planning.choose(model, None, budgets, elsewhere=staging_bytes, sums=sums)
+    return planning.choose(model, (), budgets, elsewhere=staging_bytes, sums=sums)
 
 
 def fit_exchanged(model: nn.Module, memory: Memory, plan: MemoryPlan) -> Exchanged:
@@ -183,7 +199,7 @@ def fit_exchanged(model: nn.Module, memory: Memory, plan: MemoryPlan) -> Exchang
 
     Raises what `fit` raises.
     """
-    chunk_map = lay_out_memory(planning.specs_for(model, None), chunk_bytes=plan.chunk_bytes)
+    chunk_map = lay_out_memory(planning.specs_for(model, ()), chunk_bytes=plan.chunk_bytes)
     return Exchanged(model, memory.budgets(), plan, chunk_map)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from types import TracebackType
 
 import torch
@@ -23,6 +24,7 @@ from atoll.memory.engine import Engine, in_order_of_use
 from atoll.memory.gradients import ModelGradients, TrainedChunk
 from atoll.memory.home import Home, HostHome
 from atoll.memory.initialising import spilled_bytes, take
+from atoll.memory.modelsteps import ModelSteps
 from atoll.memory.moved import Moved
 from atoll.memory.payloads import GRADIENT
 from atoll.memory.plainstate import States
@@ -174,13 +176,14 @@ class Moving(Fitted):
     """A model whose chunks come to the device to be used, and are stepped in host memory.
 
     The chunks of `plan.steps_on_device` are the exception: they stay on the device, and the script's
-    optimizer steps them itself.
+    optimizers step them themselves. Each of `optimizers` steps chunks of its own; there are none if the model
+    is stepped elsewhere.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Sequence[torch.optim.Optimizer],
         budgets: Budgets,
         plan: MemoryPlan,
         chunk_map: ChunkMap,
@@ -201,11 +204,12 @@ class Moving(Fitted):
         names = {each.chunk.id: each.words for each in chunks}
         self._store = _store(budgets, plan, spilled_bytes(parameters.values()), names)
         self._trained, self._moved, self._steps = trained, Moved(), StepQueue(names)
-        self._stepper: ChunkStepper | None = None
+        self._stepping: ModelSteps | None = None
         self._hold(chunks)
         held = {id(parameter) for each in there for parameter in each.parameters}
         beside = {n: p for n, p in enumerate(parameters.values()) if id(p) in held}
-        states = {} if optimizer is None else self._states_of(optimizer)
+        by_optimizer = list(map(self._states_of, optimizers))
+        states = dict(chain.from_iterable(map(dict.items, by_optimizer)))
         self.gradients = self._gradients_of(trained, beside)
         self.engine = Engine(
             chunks,
@@ -223,6 +227,7 @@ class Moving(Fitted):
         self._statistics = StepStatistics()
         self._step_blocks = 0
         self._stepped: Sequence[int] = ()
+        self._count, self._have_stepped = len(optimizers), set[int]()
         self._there: _Stationary | None = None
         self._keeps_interrupts = interrupts.begin()
         try:
@@ -231,8 +236,9 @@ class Moving(Fitted):
                 self._there = _Stationary(there, chunk_map)
             if self._store.disk is not None:
                 self._store.disk.reserve()
-            if optimizer is not None:
-                self._stepper = self._stepper_of(optimizer, states)
+            if optimizers:
+                steppers = map(self._stepper_of, range(self._count), optimizers, by_optimizer)
+                self._stepping = ModelSteps(list(steppers), self._steps)
             self._ready(states)
             for chunk in self._staying:
                 self.engine.pin([chunk])
@@ -271,7 +277,7 @@ class Moving(Fitted):
         )
 
     def _stepper_of(
-        self, optimizer: torch.optim.Optimizer, states: Mapping[int, ChunkStates]
+        self, number: int, optimizer: torch.optim.Optimizer, states: Mapping[int, ChunkStates]
     ) -> ChunkStepper:
         spares = Spares(self.plan.early, self._store.swap, lambda: self.engine.waited, self._ahead)
         return ChunkStepper(
@@ -279,8 +285,8 @@ class Moving(Fitted):
             states,
             self.gradients,
             self._steps,
-            self._before_step,
-            self._after_step,
+            partial(self._before_step, optimizer=number),
+            partial(self._after_step, optimizer=number),
             shown=self._shown(optimizer, states),
             spares=spares if self.plan.early else None,
         )
@@ -337,19 +343,27 @@ class Moving(Fitted):
 
     def _gradient_came(self, each: TrainedChunk, slot: int) -> None:
         self._moved.gradient_came(each, slot)
-        if self._stepper is not None:
-            self._stepper.gradient_came(each.chunk.id, slot)
+        if self._stepping is not None:
+            self._stepping.gradient_came(each.chunk.id, slot)
 
-    def _before_step(self, chunks: Sequence[int]) -> Sequence[int]:
+    def _before_step(self, chunks: Sequence[int], optimizer: int = 0) -> Sequence[int]:  # noqa: ARG002
         self._owners.check()
         self.engine.write_back()
         self.engine.out_of_date(chunks)
         self._stepped = in_order_of_use(self.engine, chunks)
         return self._stepped
 
-    def _after_step(self) -> None:
+    def _after_step(self, optimizer: int = 0) -> None:
+        """Follow a step of one of the optimizers, by its place.
+
+        The order of uses repeats once all of them have stepped, or one of them for the second time.
+        """
         self.engine.refresh(self._stepped)
-        self._step_ended()
+        again = optimizer in self._have_stepped
+        self._have_stepped.add(optimizer)
+        if again or len(self._have_stepped) >= self._count:
+            self._have_stepped.clear()
+            self._step_ended()
 
     def _step_ended(self) -> None:
         """Tell the cache, the store and the counters that a step has ended."""
@@ -404,10 +418,10 @@ class Moving(Fitted):
             handle.remove()
         self._state_dicts.close()
         leave_gone()
-        stepper, self._stepper = self._stepper, None
+        stepping, self._stepping = self._stepping, None
         try:
-            if stepper is not None:
-                stepper.close()
+            if stepping is not None:
+                stepping.close()
         finally:  # the error of a failed step is raised once the model is plain
             self.engine.close()
             if self._there is not None:
@@ -446,7 +460,7 @@ class Moving(Fitted):
         room, holds = self._room_for_plain()
         if whole <= room:
             return ""
-        what = "the plain model" if self._stepper is None and not state else "model and optimizer state"
+        what = "the plain model" if self._stepping is None and not state else "model and optimizer state"
         return f"{what} would take {format_bytes(whole)}, and {holds} {format_bytes(room)}"
 
     def _plain_bytes(self) -> int:
@@ -475,9 +489,9 @@ class Moving(Fitted):
             handle.remove()
         self._state_dicts.close()
         leave_gone()
-        stepper, self._stepper = self._stepper, None
-        if stepper is not None:
-            stepper.abandon(why)
+        stepping, self._stepping = self._stepping, None
+        if stepping is not None:
+            stepping.abandon(why)
         self.engine.abandon(why)
         self._end_interrupts()
         self._part()

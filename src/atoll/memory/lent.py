@@ -185,7 +185,7 @@ class LentModel(Moving):
     ) -> None:
         self._loan, self._left, self._peak = Loan(chunk_map, values), gradients, peak
         self._lent_home = LentHome(self._loan)
-        super().__init__(model, None, budgets, plan, layout_of(model, plan))
+        super().__init__(model, (), budgets, plan, layout_of(model, plan))
 
     def _home_of(self, states: Mapping[int, ChunkStates]) -> Home:  # noqa: ARG002
         return self._lent_home
@@ -255,4 +255,4 @@ class LentModel(Moving):
 def layout_of(model: nn.Module, plan: MemoryPlan) -> ChunkMap:
     """Return the layout of the device's chunks. No step is made here, so parameters of different param groups
     share chunks."""
-    return lay_out_memory(planning.specs_for(model, None), chunk_bytes=plan.chunk_bytes)
+    return lay_out_memory(planning.specs_for(model, ()), chunk_bytes=plan.chunk_bytes)

@@ -8,6 +8,7 @@ searched, and the script is ended.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,9 @@ import msgspec
 import torch
 
 from atoll.core.memory import Budgets, MemoryFigures
-from atoll.memory.bandwidth import measure, settle
+from atoll.memory.bandwidth import settle
 from atoll.memory.fitted import Fitted
-from atoll.memory.planning import choose, measurable, profile_of
+from atoll.memory.planning import choose, measured, profile_of
 from atoll.memory.profile import Recorder
 from atoll.moves.owners import Groups, Share
 from atoll.moves.search import MemoryPlan
@@ -81,6 +82,7 @@ class Observation:
         self._recorder: Recorder | None = None
         self._uses: Any = ()
         self._handles: list[Any] = []
+        self._optimizers: Sequence[torch.optim.Optimizer] = ()
 
     def __enter__(self) -> Observation:
         global _observation
@@ -95,19 +97,23 @@ class Observation:
         for handle in self._handles:
             handle.remove()
 
-    def take(self, fitted: Fitted, optimizer: torch.optim.Optimizer | None) -> None:
-        """Observe a fitted model, unless another was fitted before."""
+    def take(self, fitted: Fitted, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Observe a fitted model, unless another was fitted before.
+
+        Of several optimizers, the last one's steps are counted.
+        """
         if self._fitted is not None:
             return
         self._fitted, self.seen = fitted, ObservedScript(fitted.plan, fitted.budgets)
-        if optimizer is not None:
-            self._handles = [AroundStep(optimizer, self._before_step, self._after_step)]
+        self._optimizers = optimizers
+        if optimizers:
+            self._handles = [AroundStep(optimizers[-1], self._before_step, self._after_step)]
 
     def _before_step(self, *_call: Any) -> None:
         if self._recorder is not None:
             self._uses, self._recorder = self._recorder.stop(), None
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_call: Any) -> None:
+    def _after_step(self, *_call: Any) -> None:
         fitted = self._fitted
         assert fitted is not None
         self._steps += 1
@@ -119,17 +125,16 @@ class Observation:
             self._recorder.start()
         elif self._steps >= _RECORDED:
             if self._steps == _RECORDED:
-                self._search(fitted, optimizer, now - self._began)
+                self._search(fitted, now - self._began)
             raise EnoughSeen  # at each later step too, as a bare `except:` may have caught the first
 
-    def _search(self, fitted: Fitted, optimizer: torch.optim.Optimizer, seconds: float) -> None:
-        model, budgets = fitted.model, fitted.budgets
-        device = next(model.parameters()).device
-        bandwidths = measure(device, optimizer, budgets.folder, measurable(budgets))
-        profile = profile_of(model, optimizer, self._uses, master=budgets.master)
+    def _search(self, fitted: Fitted, seconds: float) -> None:
+        model, budgets, optimizers = fitted.model, fitted.budgets, self._optimizers
+        bandwidths = measured(model, optimizers, budgets)
+        profile = profile_of(model, optimizers, self._uses, master=budgets.master)
         plan = choose(
             model,
-            optimizer,
+            optimizers,
             budgets,
             profile=profile,
             bandwidths=bandwidths,
@@ -137,7 +142,9 @@ class Observation:
             network=self._network,
             between=self._between,
         )
-        as_run = choose(model, optimizer, as_in(budgets, fitted.plan), profile=profile, bandwidths=bandwidths)
+        as_run = choose(
+            model, optimizers, as_in(budgets, fitted.plan), profile=profile, bandwidths=bandwidths
+        )
         self.seen = ObservedScript(fitted.plan, budgets, bandwidths, plan, as_run, seconds, fitted.stats())
 
 
@@ -151,7 +158,7 @@ def as_in(budgets: Budgets, plan: MemoryPlan) -> Budgets:
 _observation: Observation | None = None
 
 
-def tell_fitted(fitted: Fitted, optimizer: torch.optim.Optimizer | None) -> None:
+def tell_fitted(fitted: Fitted, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Tell the observation, if there is one, that `fit` has fitted a model."""
     if _observation is not None:
-        _observation.take(fitted, optimizer)
+        _observation.take(fitted, optimizers)

@@ -94,30 +94,30 @@ def _words(groups: object) -> str:
     return "all workers alike" if groups is None else f"the groups {groups}"
 
 
-def of_member(
-    held: Mapping[str, Any],
-    rank: int,
-    model: Mapping[str, Any],
-    optimizer: Mapping[str, Any],
-    names: Sequence[str],
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a checkpoint's model and optimizer state with the values of this member's group.
+def values_of_member(held: Mapping[str, Any], rank: int, model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint's model with the values of this member's group; `held` is the checkpoint's."""
+    chosen = _chosen(held, rank)
+    return {**model, **{name: value for name, value, _ in chosen if value is not None}}
+
+
+def state_of_member(
+    held: Mapping[str, Any], rank: int, optimizer: Mapping[str, Any], names: Sequence[str]
+) -> dict[str, Any]:
+    """Return one optimizer's state in a checkpoint with the states of this member's group.
 
     Args:
         held: the checkpoint's `Held`.
         names: the optimizer's parameters, in the order of its param groups.
     """
-    values, states = dict(model), dict(optimizer["state"])
+    states = dict(optimizer["state"])
     numbers = {name: index for index, name in enumerate(names)}
     for name, value, state in _chosen(held, rank):
-        if value is None:  # this group's values are in the model and the optimizer
+        if value is None or name not in numbers:  # this group's is in the optimizer, or another one steps it
             continue
-        values[name] = value
-        if name in numbers:
-            states.pop(numbers[name], None)
-            if state:
-                states[numbers[name]] = state
-    return values, {**optimizer, "state": states}
+        states.pop(numbers[name], None)
+        if state:
+            states[numbers[name]] = state
+    return {**optimizer, "state": states}
 
 
 def _chosen(held: Mapping[str, Any], rank: int) -> Iterator[tuple[str, Any, Any]]:

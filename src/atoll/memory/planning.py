@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import torch
@@ -27,7 +27,7 @@ _LISTS = (nn.ParameterList, nn.ParameterDict)
 
 def choose(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Sequence[torch.optim.Optimizer],
     budgets: Budgets,
     *,
     profile: Profile | None = None,
@@ -43,6 +43,7 @@ def choose(
     """Return the plan for this model under `budgets`.
 
     Args:
+        optimizers: the optimizers that step the model here; empty if it is stepped elsewhere.
         profile: recorded uses (see `memory/profile.py`). Without it, uses are assumed to go through the
             parameters in registration order and back, and to compute for as long as copies take.
         bandwidths: measured now if None, in well under a second.
@@ -59,68 +60,80 @@ def choose(
     """
     check_folder(budgets)
     if lent:
-        optimizer = None
-    by_tensor = False
-    if optimizer is not None:
-        unit = unit_of(optimizer)
-        store = "tiered" if share is None else "sharded"
+        optimizers = ()
+    units = list(map(unit_of, optimizers))
+    store = "tiered" if share is None else "sharded"
+    for unit in units:  # before a step is timed
         facts = {"store": store, "memory.sharding": budgets.pins.sharding}
-        check("prepare", Choices({**unit.facts, **facts}))  # before its step is timed
-        by_tensor = unit.by_tensor
-        if by_tensor and share is not None:  # one member has all of a tensor
-            pins = msgspec.structs.replace(budgets.pins, sharding="asymmetric")
-            budgets = msgspec.structs.replace(budgets, pins=pins)
+        check("prepare", Choices({**unit.facts, **facts}))
+    if share is not None and any(unit.by_tensor for unit in units):  # one member has all of a tensor
+        pins = msgspec.structs.replace(budgets.pins, sharding="asymmetric")
+        budgets = msgspec.structs.replace(budgets, pins=pins)
     if bandwidths is None:
-        device = next(model.parameters()).device
-        bandwidths = measure(device, optimizer, budgets.folder, measurable(budgets), by_tensor)
+        bandwidths = measured(model, optimizers, budgets)
     if network or between:
         bandwidths = msgspec.structs.replace(bandwidths, members=network, groups=between)
     if profile is None:
         uses = _computing(model, assumed_uses(model), bandwidths)
-        profile = profile_of(model, optimizer, uses, master=budgets.master, measured=False)
+        profile = profile_of(model, optimizers, uses, master=budgets.master, measured=False)
     if elsewhere is not None:
         profile = msgspec.structs.replace(profile, elsewhere=True, staging_bytes=elsewhere, sums=sums)
     profile = msgspec.structs.replace(profile, step_seconds=step_seconds)
     return search_plan(profile, bandwidths, budgets, share=share, lent=lent)
 
 
-def measurable(budgets: Budgets) -> int:
+def measured(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], budgets: Budgets) -> Bandwidths:
+    """Return this machine's bandwidths; of several optimizers, the one that steps most elements is timed."""
+    timed = max(optimizers, key=_elements, default=None)
+    by_tensor = timed is not None and unit_of(timed).by_tensor
+    device = next(model.parameters()).device
+    return measure(device, timed, budgets.folder, _measurable(budgets), by_tensor)
+
+
+def _elements(optimizer: torch.optim.Optimizer) -> int:
+    return sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _measurable(budgets: Budgets) -> int:
     """Return the bytes that a measurement may take for a moment: a quarter of the smaller tier."""
     return min(budgets.device, budgets.host or budgets.device) // 4
 
 
 def profile_of(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Sequence[torch.optim.Optimizer],
     uses: tuple[Use, ...],
     *,
     master: bool = False,
     measured: bool = True,
 ) -> Profile:
-    """Return the profile of a model: its shapes, its optimizer's state, and these uses. `master` as in
+    """Return the profile of a model: its shapes, its optimizers' state, and these uses. `master` as in
     Budgets."""
     return Profile(
-        specs=specs_for(model, optimizer),
+        specs=specs_for(model, optimizers),
         uses=uses,
-        state_bytes=_state_bytes(model, optimizer, master),
+        state_bytes=_state_bytes(model, optimizers, master),
         master_bytes=torch.float32.itemsize if master else 0,
         measured=measured,
     )
 
 
-def specs_for(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[ParameterSpec, ...]:
+def specs_for(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[ParameterSpec, ...]:
     """Return the model's parameters as the layout sees them. Parameters share chunks only if one param group
     and the same members have them."""
     features = features_of(model)
     return tuple(
         msgspec.structs.replace(spec, feature=features.get(spec.name, ""))
-        for spec in specs_of(dict(model.named_parameters()), settings_of(optimizer))
+        for spec in specs_of(dict(model.named_parameters()), settings_of(optimizers))
     )
 
 
-def settings_of(optimizer: torch.optim.Optimizer | None) -> Mapping[nn.Parameter, str]:
-    """Return, for each parameter of the optimizer, the number of its param group, as text."""
-    groups = [] if optimizer is None else optimizer.param_groups
+def settings_of(optimizers: Sequence[torch.optim.Optimizer]) -> Mapping[nn.Parameter, str]:
+    """Return, for each parameter of the optimizers, the number of its param group, as text.
+
+    Groups are numbered through all optimizers, so parameters of two optimizers share no chunk.
+    """
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     return {parameter: str(index) for index, group in enumerate(groups) for parameter in group["params"]}
 
 
@@ -161,12 +174,17 @@ def _computing(model: nn.Module, uses: tuple[Use, ...], rates: Bandwidths) -> tu
     return tuple(msgspec.structs.replace(use, seconds=seconds(use)) for use in uses)
 
 
-def _state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None, master: bool) -> tuple[int, ...]:
-    """Return the bytes for an element of each kind of state; of the widest where dtypes differ."""
-    if optimizer is None:
-        return ()
-    widest: dict[str, int] = {}
-    for dtype in {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}:
-        for key, kept in state_dtypes(optimizer, stepped_dtype(dtype, master)).items():
-            widest[key] = max(widest.get(key, 0), kept.itemsize)
-    return tuple(widest[key] for key in sorted(widest))
+def _state_bytes(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], master: bool
+) -> dict[str, tuple[int, ...]]:
+    """Return the bytes for an element of each kind of state, by the settings of `specs_for`; of the widest
+    where dtypes differ."""
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    found: list[tuple[int, ...]] = []  # for each param group
+    for optimizer in optimizers:
+        widest: dict[str, int] = {}
+        for dtype in dtypes:
+            for key, kept in state_dtypes(optimizer, stepped_dtype(dtype, master)).items():
+                widest[key] = max(widest.get(key, 0), kept.itemsize)
+        found += [tuple(widest[key] for key in sorted(widest))] * len(optimizer.param_groups)
+    return {str(index): sizes for index, sizes in enumerate(found)}

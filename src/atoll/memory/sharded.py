@@ -7,7 +7,7 @@ of a backward. Each member steps what it holds. Source: docs/memory.md, "Members
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -57,7 +57,7 @@ class Sharded(Moving):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Sequence[torch.optim.Optimizer],
         budgets: Budgets,
         plan: MemoryPlan,
         chunk_map: ChunkMap,
@@ -65,15 +65,26 @@ class Sharded(Moving):
         epochs: BatchEpochs = NO_EPOCHS,
     ) -> None:
         self._members = members
-        super().__init__(model, optimizer, budgets, plan, chunk_map)
-        self._agreement = StepAgreement(self.sharing, self.gradients, self._trained, optimizer, epochs)
+        super().__init__(model, optimizers, budgets, plan, chunk_map)
+        self._own = [self._stepped_by(each) for each in optimizers]  # each optimizer's chunks
+        self._agreements = [
+            StepAgreement(
+                self.sharing,
+                self.gradients,
+                own,
+                optimizer,
+                "optimizer" if len(optimizers) == 1 else f"optimizers[{number}]",
+                epochs,
+            )
+            for number, (optimizer, own) in enumerate(zip(optimizers, self._own, strict=True))
+        ]
         self._foreign = [chunk for chunk in self.engine.chunks if not self.sharing.holds_all(chunk)]
         self._handles.append(model.register_forward_pre_hook(LeftBehind(self._before_forward)))
         before, after = LeftBehind(self._before_load), LeftBehind(self._after_load)
         for module in model.modules():
             self._handles.append(module.register_load_state_dict_pre_hook(before))  # type: ignore[no-untyped-call]
             self._handles.append(module.register_load_state_dict_post_hook(after))  # type: ignore[no-untyped-call]
-        if optimizer is not None:
+        for optimizer in optimizers:
             self._handles.append(
                 optimizer.register_load_state_dict_pre_hook(
                     lambda *_: self.sync("optimizer.load_state_dict()")
@@ -84,6 +95,11 @@ class Sharded(Moving):
                     lambda _: self.sync("optimizer.load_state_dict()")
                 )
             )
+
+    def _stepped_by(self, optimizer: torch.optim.Optimizer) -> list[TrainedChunk]:
+        """Return the chunks that the members step by an optimizer."""
+        groups = group_numbers(optimizer)
+        return [each for each in self._trained if id(each.parameters[0]) in groups]
 
     def _hold(self, chunks: Sequence[TrainedChunk]) -> None:
         assert self.plan.holding is not None
@@ -129,8 +145,8 @@ class Sharded(Moving):
             each.chunk.id: SharedStates(
                 each, sharing, sharing.cache, groups[id(each.parameters[0])], states.get(each.chunk.id)
             )
-            for each in self._trained
-            if id(each.parameters[0]) in groups and not sharing.holds_all(each.chunk.id)
+            for each in self._stepped_by(optimizer)
+            if not sharing.holds_all(each.chunk.id)
         }
 
     def _ready(self, states: Mapping[int, ChunkStates]) -> None:
@@ -146,9 +162,9 @@ class Sharded(Moving):
         """
         return self.gradients.reduce(weight, samples)[0]
 
-    def all_finite(self) -> bool:
-        """True if all reduced gradients are finite."""
-        return self.gradients.all_finite()
+    def all_finite(self, parameters: Collection[nn.Parameter] | None = None) -> bool:
+        """True if all reduced gradients of `parameters` are finite; None: of all parameters."""
+        return self.gradients.all_finite(parameters)
 
     def nonfinite(self) -> str:
         """Return a parameter whose gradient this member found not finite in `all_finite`; else ""."""
@@ -177,7 +193,7 @@ class Sharded(Moving):
 
     def held_by_groups(self) -> Held:
         """Return the other groups' values and states, read when they are used, until the next sync point."""
-        stepped = set() if self._stepper is None else {each.chunk.id for each in self._trained}
+        stepped = set() if self._stepping is None else {each.chunk.id for each in self._trained}
         return held_by_groups(self.sharing, list(self.engine.chunks.values()), stepped)
 
     def sync(self, what: str) -> None:
@@ -189,24 +205,25 @@ class Sharded(Moving):
         self.sharing.passed(published=True)
         self.engine.refresh(self._foreign)
 
-    def _before_step(self, chunks: Sequence[int]) -> Sequence[int]:
+    def _before_step(self, chunks: Sequence[int], optimizer: int = 0) -> Sequence[int]:
+        own = self._own[optimizer]
         self._owners.check()
         self.gradients.check_summed()
         self.engine.write_back()
-        stepped = [each.chunk.id for each in self._trained if any(self.gradients.present(each.chunk.id))]
+        stepped = [each.chunk.id for each in own if any(self.gradients.present(each.chunk.id))]
         self.engine.out_of_date(stepped)
         self._stepped = stepped
         # After this agreement no member reads the values before this step, so they may be stepped.
-        self._agreement.agree()
-        self._count_writes()
+        self._agreements[optimizer].agree()
+        self._count_writes(own)
         return in_order_of_use(self.engine, chunks)
 
-    def _count_writes(self) -> None:
-        """Count, for autograd, a write into each parameter that only other members step."""
+    def _count_writes(self, stepped: Sequence[TrainedChunk]) -> None:
+        """Count, for autograd, a write into each parameter of these chunks that only other members step."""
         torch.autograd.graph.increment_version(
             [
                 parameter
-                for each in self._trained
+                for each in stepped
                 if not self.sharing.holds_any(each.chunk.id)
                 for parameter, here in zip(
                     each.parameters, self.gradients.present(each.chunk.id), strict=True
@@ -215,10 +232,10 @@ class Sharded(Moving):
             ]
         )
 
-    def _after_step(self) -> None:
+    def _after_step(self, optimizer: int = 0) -> None:
         self.sharing.passed(self._stepped, stepped=True)
-        self.gradients.step_made()
-        super()._after_step()
+        self.gradients.step_made([each.chunk.id for each in self._own[optimizer]])
+        super()._after_step(optimizer)
 
     def _before_forward(self, _module: nn.Module, _inputs: Any) -> None:
         if self.sharing.is_written or any(map(self.engine.has_edits, self.engine.chunks)):
@@ -275,7 +292,7 @@ class Sharded(Moving):
     def _plain_bytes(self) -> int:
         there = 0 if self._there is None else self._aside - self._there.nbytes  # without gradients
         values = sum(each.chunk.extent * each.dtype.itemsize for each in self.engine.chunks.values())
-        return values + there + (0 if self._stepper is None else self._stepper.state.nbytes())
+        return values + there + (0 if self._stepping is None else self._stepping.state_bytes())
 
     def _until_all_have_it(self) -> None:
         self.sharing.points.agree([], "close(): all members to have the whole model")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 
@@ -548,10 +548,10 @@ class SharedGradients(ModelGradients):
             if each.present[slot]
         ]
 
-    def step_made(self) -> None:
-        """Note that all members have begun a step."""
-        for each in self._chunks.values():
-            each.is_stepped = each.is_mean
+    def step_made(self, chunks: Iterable[int]) -> None:
+        """Note that all members have begun a step of these chunks."""
+        for chunk in chunks:
+            self._chunks[chunk].is_stepped = self._chunks[chunk].is_mean
         self.synced()
 
     def synced(self) -> None:
@@ -626,9 +626,10 @@ class SharedGradients(ModelGradients):
                 norms[place.parameter * self._sharing.members.count + number] = norm.to(trained.dtype)
         return norms
 
-    def all_finite(self) -> bool:
-        """True if all members' gradients are finite after the sum. All members call it."""
-        self._bad = self._first_nonfinite()
+    def all_finite(self, parameters: Collection[nn.Parameter] | None = None) -> bool:
+        """True if all members' gradients of `parameters` (None: all) are finite after the sum. All members
+        call it."""
+        self._bad = self._first_nonfinite(parameters)
         told = [float(bool(self._bad))]
         what = f"whether the gradients of step {self._sharing.points.steps} are finite"
         (bad,) = self._sharing.points.agree(told, what, lambda: call("optimizer.step", script_line()))
@@ -639,9 +640,10 @@ class SharedGradients(ModelGradients):
         finite; else ""."""
         return self._bad
 
-    def _first_nonfinite(self) -> str:
+    def _first_nonfinite(self, parameters: Collection[nn.Parameter] | None) -> str:
         for each in self._chunks.values():
-            if each.portion.is_empty or not any(each.present):
+            left_out = parameters is not None and each.trained.parameters[0] not in parameters
+            if left_out or each.portion.is_empty or not any(each.present):
                 continue
             with each.settled() as flat:
                 for slot, here in enumerate(each.present):

@@ -49,7 +49,7 @@ class _Word(msgspec.Struct, frozen=True):
 
 
 def agree(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, budgets: Budgets, members: Members
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], budgets: Budgets, members: Members
 ) -> MemoryPlan:
     """Return this member's plan, which fits the other members' plans: a collective.
 
@@ -64,8 +64,8 @@ def agree(
         pins = msgspec.structs.replace(budgets.pins, steps_on="host")
         budgets = msgspec.structs.replace(budgets, pins=pins)
     network, between = _network(members)
-    seconds = _step_seconds(model, optimizer, members)
-    alike = zlib.crc32(repr((planning.specs_for(model, optimizer), budgets.master)).encode())
+    seconds = _step_seconds(model, optimizers, members)
+    alike = zlib.crc32(repr((planning.specs_for(model, optimizers), budgets.master)).encode())
 
     def found(given: Budgets) -> tuple[MemoryPlan | None, _Word]:
         if isinstance(budgets.pins.steps_on, float):
@@ -74,7 +74,7 @@ def agree(
         try:
             plan = planning.choose(
                 model,
-                optimizer,
+                optimizers,
                 given,
                 share=share,
                 network=network,
@@ -127,16 +127,19 @@ def _checksum(holding: Holding | None, count: int) -> int:
 
 
 def _step_seconds(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, members: Members
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], members: Members
 ) -> tuple[float, ...]:
     """Return how long member 0's step of each parameter takes, where whole tensors are stepped; else nothing.
 
     It is a collective. Owners of chunks are balanced by these seconds.
     """
-    unit = None if optimizer is None or members.count == 1 else unit_of(optimizer)
-    if optimizer is None or unit is None or unit.facts.get("unit") != "tensor" or "closure" in unit.facts:
+    units = [] if members.count == 1 else list(map(unit_of, optimizers))
+    by_tensor = any(unit.facts.get("unit") == "tensor" for unit in units)
+    if not by_tensor or any("closure" in unit.facts for unit in units):
         return ()
-    own = step_seconds(optimizer, list(model.parameters()))
+    parameters = list(model.parameters())
+    of_each = [step_seconds(optimizer, parameters) for optimizer in optimizers]
+    own = list(map(sum, zip(*of_each, strict=True)))  # of all but its own optimizer, 0
     return tuple(told(members, own, list[float], "how long their steps take")[0])
 
 

@@ -1,15 +1,14 @@
 """The user's optimizer, which steps chunk by chunk where their state lies.
 
 The optimizer object stays the user's own. Its `step` runs on no parameter that lies in a chunk. It notes the
-optimizer's hyperparameters and attributes. A thread then runs the same code, on a copy of the optimizer, for
-flat segments of one chunk after another, in host memory. `step` returns at once; whoever needs a chunk's
-values waits in the queue of steps (memory/stepqueue.py). Source: docs/memory.md, "The step".
+optimizer's hyperparameters and attributes. A thread (memory/modelsteps.py) then runs the same code, on a copy
+of the optimizer, for flat segments of one chunk after another, in host memory. `step` returns at once;
+whoever needs a chunk's values waits in the queue of steps (memory/stepqueue.py). Source: docs/memory.md, "The
+step".
 """
 
 from __future__ import annotations
 
-import atexit
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +28,7 @@ from atoll.memory.plainstate import PlainState, States
 from atoll.memory.segments import RunSegment, Segments, here, noted, run_step
 from atoll.memory.speculation import Ahead, Spares, Speculation, can_be_stepped_ahead
 from atoll.memory.states import ChunkStates
-from atoll.memory.stepqueue import DEADLINE, StepCall, StepQueue
+from atoll.memory.stepqueue import StepCall, StepQueue
 from atoll.tensors.optimizer import call_closure_now, check_groups
 from atoll.tensors.stephooks import AroundStep, Handle
 from atoll.tensors.stepunit import unit_of
@@ -38,10 +37,11 @@ _STEPPED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # optimize
 
 
 class ChunkStepper:
-    """Makes `optimizer` step chunks on a thread of its own.
+    """Makes `optimizer` step chunks, on the thread of the model's `ModelSteps`.
 
     Args:
-        states: the chunks to step, with their states and values, by chunk.
+        optimizer: one of the model's optimizers.
+        states: the chunks that it steps, with their states and values, by chunk.
         gradients: the chunks' gradients.
         steps: the queue of steps.
         before: called on the script's thread in `optimizer.step()`, with the chunks about to be stepped. It
@@ -85,59 +85,27 @@ class ChunkStepper:
         self.state.take_over()
         self._handles: list[Handle] = [
             AroundStep(optimizer, self._before, self._after),
-            optimizer.register_state_dict_pre_hook(lambda _: self._restore()),
-            optimizer.register_load_state_dict_pre_hook(lambda *_: self._restore()),
+            optimizer.register_state_dict_pre_hook(lambda _: self.restore()),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self.restore()),
             *self.state.watch(),
         ]
         self._wrapped = [name for name in ("zero_grad", "add_param_group") if name not in vars(optimizer)]
         for name in self._wrapped:
             setattr(optimizer, name, self._with_all_parameters(getattr(optimizer, name)))
         _STEPPED.add(optimizer)
-        self._thread = threading.Thread(target=self._work, name="atoll-stepping", daemon=True)
-        self._thread.start()
-        atexit.register(self._end)  # a thread inside torch at the interpreter's end aborts the process
 
     def gradient_came(self, chunk: int, slot: int) -> None:
-        """Note that a gradient has come, or is on its way to its chunk."""
+        """Note that a gradient of the model has come, or is on its way to its chunk."""
         if self.speculation is not None and not self._steps.is_closed:
             self.speculation.came(chunk, slot)
 
-    def close(self) -> None:
-        """Finish the steps under way, and leave the optimizer to the user as a plain one with its state.
-
-        Raises, at the end, the error of a step that was not raised to the script before.
-        """
-        if self._steps.is_closed:
-            return
-        try:
-            self._restore()
-            self._steps.wait_over()
-            self._steps.end_telling()
-            self.state.give_back()
-        finally:
-            self._leave()
-        self._steps.tell_untold()
-
-    def abandon(self, why: str) -> None:
-        """Leave the optimizer without its state: reading the state raises a UserError with `why`."""
-        self._restore()
-        self._steps.end_telling()
-        self._leave()
-        self.state.lose(why)
-
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Leave the optimizer to the user as a plain one. Its state is not given back."""
         for handle in self._handles:
             handle.remove()
         for name in self._wrapped:
             delattr(self.optimizer, name)
         _STEPPED.discard(self.optimizer)
-        self._end()
-        atexit.unregister(self._end)
-
-    def _end(self) -> None:
-        """End the thread, after the chunk that it is stepping."""
-        self._steps.close()
-        self._thread.join(DEADLINE)
 
     # The optimizer's step, on the script's thread.
 
@@ -145,7 +113,7 @@ class ChunkStepper:
         call = caller()
         if self._is_stepping():  # a subclass's step calls its superclass's, which torch hooks too
             return args, kwargs
-        self._restore()
+        self.restore()
         self._call = call
         args, kwargs = call_closure_now(args, kwargs)
         self._note(optimizer)
@@ -155,14 +123,14 @@ class ChunkStepper:
     def _note(self, optimizer: torch.optim.Optimizer) -> None:
         """Note what is to be stepped, and leave the chunks' parameters out of the optimizer's own step."""
         check_groups(optimizer, self._group_parameters, "the optimizer was fitted")
-        self._steps.wait_all()
+        self._steps.wait_all(chunks=self._chunks)
         self.state.take_over()  # states that the script has set
         present = {}
         for chunk in self._chunks:
             if any(self._gradients.present(chunk)):
                 present[chunk] = self._gradients.begin_step(chunk)
         groups = [noted(group, without="params") for group in optimizer.param_groups]
-        self._next = StepCall(noted(optimizer.__dict__), groups, present)
+        self._next = StepCall(noted(optimizer.__dict__), groups, present, self._step_chunk)
         self._left_out = True
         for group, parameters in zip(optimizer.param_groups, self._group_parameters, strict=True):
             group["params"] = [p for p in parameters if not self.state.has(p)]
@@ -181,7 +149,7 @@ class ChunkStepper:
             order = self._before_step(list(step.present))
             self._next = None
         finally:
-            self._restore()
+            self.restore()
         # The version counters tell autograd that values saved for backward have changed.
         torch.autograd.graph.increment_version(
             [
@@ -214,12 +182,12 @@ class ChunkStepper:
         @wraps(function)
         def called(*args: Any, **kwargs: Any) -> Any:
             if not self._is_stepping():
-                self._restore()
+                self.restore()
             return function(*args, **kwargs)
 
         return called
 
-    def _restore(self) -> None:
+    def restore(self) -> None:
         """Undo what a failed step left behind: torch runs no hook at its end."""
         self._call = None
         failed, self._next = self._next, None
@@ -231,32 +199,6 @@ class ChunkStepper:
                 group["params"] = list(parameters)
 
     # The chunks' steps, on the stepping thread.
-
-    def _work(self) -> None:
-        steps, speculation = self._steps, self.speculation
-        while True:
-            taken, ahead = None, None
-            with steps.condition:
-                while not (steps.is_closed or steps.has_next or (speculation and speculation.has_next)):
-                    steps.condition.wait()
-                if steps.is_closed:
-                    return
-                if steps.has_next:
-                    taken = steps.take()
-                elif speculation is not None:
-                    ahead = speculation.begin()
-            if speculation is not None and ahead is not None:
-                speculation.make(ahead)
-            if taken is not None:
-                self._try_step(*taken)
-
-    def _try_step(self, step: StepCall, chunk: int) -> None:
-        failed = None
-        try:
-            self._step_chunk(step, chunk)
-        except BaseException as error:  # raised on the script's thread
-            failed = error
-        self._steps.ended(step, failed)
 
     def _step_chunk(self, step: StepCall, chunk: int) -> None:
         ahead = self._ahead.pop(chunk, None)

@@ -6,8 +6,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from atoll.core.errors import DeadlineError, RunError
@@ -16,34 +16,28 @@ Settings: TypeAlias = dict[str, Any]  # a param group without its parameters
 DEADLINE = 600.0  # seconds; even with the slowest disk a chunk's step ends in less
 
 
-@dataclass
+@dataclass(frozen=True)
 class StepCall:
-    """One call of `optimizer.step()`.
+    """One call of an optimizer's `step()`.
 
     Attributes:
         own: the optimizer's attributes.
         groups: its param groups.
         present: for each chunk with gradients, which slots have one.
-        waiting: chunks that are still to be stepped, in order.
-        under_way: the chunk that is being stepped.
+        make: steps one of these chunks, on the stepping thread.
     """
 
     own: dict[str, Any]
     groups: list[Settings]
     present: dict[int, tuple[bool, ...]]
-    waiting: deque[int] = field(default_factory=deque)
-    under_way: int | None = None
-
-    def has(self, chunk: int) -> bool:
-        return chunk == self.under_way or chunk in self.waiting
-
-    @property
-    def is_over(self) -> bool:
-        return self.under_way is None and not self.waiting
+    make: Callable[[StepCall, int], None]
 
 
 class StepQueue:
-    """Chunks on their way from `optimizer.step()` to the thread that steps them (`stepping.ChunkStepper`).
+    """Chunks on their way from `optimizer.step()` to the thread that steps them (`modelsteps.ModelSteps`).
+
+    A chunk is in the queue for one call at most: an optimizer waits for its own chunks before it adds them
+    again. Chunks of several optimizers may be there at once.
 
     Whoever needs a chunk's values, gradient or state waits here. If no step is made here the queue stays
     empty. All methods may be called from several threads.
@@ -62,7 +56,9 @@ class StepQueue:
         self.waited = 0.0
         self.is_closed = False
         self._words = words or {}
-        self._step: StepCall | None = None  # the latest
+        self._waiting: deque[int] = deque()  # chunks that are still to be stepped, in order
+        self._calls: dict[int, StepCall] = {}  # the call that steps each of them
+        self._under_way: int | None = None  # the chunk that is being stepped
         self._failed: dict[int, BaseException] = {}  # the error of each chunk's step
         self._untold: BaseException | None = None  # the first error, until one was raised to the script
         self._tells = True
@@ -78,32 +74,38 @@ class StepQueue:
         ended before it.
         """
         with self.condition:
-            step = self._step
-            if step is not None and chunk in step.waiting:
-                step.waiting.remove(chunk)
-                step.waiting.appendleft(chunk)
+            if chunk in self._calls:
+                self._waiting.remove(chunk)
+                self._waiting.appendleft(chunk)
             what = self._words.get(chunk, "a parameter")
-            self._wait(lambda: step is None or not step.has(chunk), seconds, what)
+            self._wait(lambda: not self._has(chunk), seconds, what)
             if chunk in self._failed and self._tells:
                 if not tells:
                     raise self._failed[chunk]
                 self._tell(self._failed[chunk])
 
-    def wait_all(self, seconds: float = DEADLINE) -> None:
-        """Wait until no chunk's step is under way or still to come.
+    def wait_all(self, seconds: float = DEADLINE, chunks: Collection[int] | None = None) -> None:
+        """Wait until no chunk's step is under way or still to come; with `chunks`, none of these.
 
         Raises DeadlineError after `seconds`, the error of any step, and RunError if the steps have ended
         before.
         """
-        self.wait_over(seconds)
+        self.wait_over(seconds, chunks)
         for error in self._failed.values():
             self._tell(error)
 
-    def wait_over(self, seconds: float = DEADLINE) -> None:
-        """Wait until no chunk's step is under way or still to come, without raising a step's error."""
+    def wait_over(self, seconds: float = DEADLINE, chunks: Collection[int] | None = None) -> None:
+        """Wait as `wait_all` does, without raising a step's error."""
+
+        def over() -> bool:
+            left = [*self._waiting] if self._under_way is None else [*self._waiting, self._under_way]
+            return not left if chunks is None else not any(chunk in chunks for chunk in left)
+
         with self.condition:
-            step = self._step
-            self._wait(lambda: step is None or step.is_over, seconds, "all parameters")
+            self._wait(over, seconds, "all parameters")
+
+    def _has(self, chunk: int) -> bool:
+        return chunk == self._under_way or chunk in self._calls
 
     def tell_untold(self) -> None:
         """Raise the first error of a step, if none was raised to the script."""
@@ -121,7 +123,7 @@ class StepQueue:
         """
         began = time.monotonic()
         while not over():
-            if self.is_closed and (self._step is None or self._step.under_way is None):
+            if self.is_closed and self._under_way is None:
                 raise RunError(
                     f"the optimizer's step of {what} will not come: the session ended before it; use the "
                     "model inside the session"
@@ -140,29 +142,28 @@ class StepQueue:
     def begin(self, step: StepCall, chunks: Iterable[int]) -> None:
         """Add these chunks to the queue, in this order, for `step`."""
         with self.condition:
-            step.waiting.extend(chunks)
-            self._step = step
+            for chunk in chunks:
+                self._waiting.append(chunk)
+                self._calls[chunk] = step
             self.condition.notify_all()
 
     @property
     def has_next(self) -> bool:
         """True if a chunk waits to be stepped."""
-        return self._step is not None and bool(self._step.waiting)
+        return bool(self._waiting)
 
     def take(self) -> tuple[StepCall, int]:
         """Return the next chunk and its step; `ended` follows. The caller holds the condition."""
-        step = self._step
-        assert step is not None
-        step.under_way = step.waiting.popleft()
-        return step, step.under_way
+        chunk = self._under_way = self._waiting.popleft()
+        return self._calls.pop(chunk), chunk
 
-    def ended(self, step: StepCall, error: BaseException | None) -> None:
+    def ended(self, chunk: int, error: BaseException | None) -> None:
         """Note that the step of the chunk that was taken has ended, with `error` if it failed."""
         with self.condition:
-            if error is not None and step.under_way is not None:
-                self._failed[step.under_way] = error
+            if error is not None:
+                self._failed[chunk] = error
                 self._untold = self._untold or error
-            step.under_way = None
+            self._under_way = None
             self.condition.notify_all()
 
     def close(self) -> None:

@@ -56,7 +56,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """A step of a model, as it computes without moves.
 
     Args:
-        state_bytes: bytes that the optimizer keeps for each trained element, by kind of state.
+        state_bytes: bytes that an optimizer keeps for each element, by kind of state, for the parameters of
+            each settings (`ParameterSpec.settings`); none for other settings.
         master_bytes: bytes of an element of a wider copy of the values; 0: no copy.
         measured: False if the seconds are assumed.
         elsewhere: a parameter server's shards make the steps.
@@ -67,7 +68,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
     specs: tuple[ParameterSpec, ...]
     uses: tuple[Use, ...]
-    state_bytes: tuple[int, ...] = ()
+    state_bytes: Mapping[str, tuple[int, ...]] = msgspec.field(default_factory=dict)
     master_bytes: int = 0
     measured: bool = True
     elsewhere: bool = False
@@ -348,7 +349,8 @@ class _Shape:
         """Return the bytes of an element for each payload that a trained chunk has beside its values."""
         size, profile = itemsize(chunk.dtype), self.profile
         master = {"master": profile.master_bytes} if profile.master_bytes > size else {}
-        states = {f"state {number}": nbytes for number, nbytes in enumerate(profile.state_bytes)}
+        kinds = profile.state_bytes.get(self.map.groups[chunk.group].settings, ())
+        states = {f"state {number}": nbytes for number, nbytes in enumerate(kinds)}
         return {"gradient": size, **({"sum": size} if profile.sums else {}), **master, **states}
 
     def _part(self, chunk: Chunk, bounds: tuple[int, int]) -> ChunkCosts:

@@ -55,7 +55,7 @@ from atoll.train.gradients.othersteps import OtherSteps
 from atoll.train.gradients.reducer import Calls, Clipping, Reducer, Shares, continue_from
 from atoll.train.gradients.samples import ContributionWeight, SampleCount, SeenSamples
 from atoll.train.gradients.syncnorm import SyncNorms
-from atoll.train.gradients.watch import GradientWatch
+from atoll.train.gradients.watch import GradientWatch, SharedGradientWatch
 from atoll.train.gradients.whole import Whole
 from atoll.train.members.workers import Workers
 from atoll.train.sync.strategies import Strategy, Training
@@ -206,7 +206,7 @@ class Prepared:
         self._looks_for_sparse = not sparse and (strategy.brings_parameters or tiers is not None)
         epochs_mixed = partial(tells.warn_together, "epochs")
         lies: Tiers | Whole = Whole()
-        in_tiers = None if tiers is None else tiers.strategy(self.module, optimizers[0])
+        in_tiers = None if tiers is None else tiers.strategy(self.module, optimizers)
         if tiers is not None and in_tiers is not None:
             lies, strategy = tiers, in_tiers
         self.tiers, self._strategy = tiers, strategy
@@ -264,7 +264,7 @@ class Prepared:
             if not strategy.brings_parameters:  # otherwise their place says where this worker goes on
                 continue_from(former.reducer, self.reducer)
         # After the step hooks were made, so that the session's policy on gradients runs first.
-        lies.fit(self.module, optimizers[0], BatchEpochs(batches.epoch, epochs_mixed))
+        lies.fit(self.module, optimizers, BatchEpochs(batches.epoch, epochs_mixed))
         self._ready = True
         if self._sync_norms is not None:
             self._sync_norms.join(workers, self.samples)
@@ -388,10 +388,13 @@ class Prepared:
         return {} if self._shared is None else self._shared.held_by_groups()
 
     @property
-    def stepped_names(self) -> list[str]:
-        """The names of the first optimizer's parameters, in the order of its state_dict."""
+    def stepped_names(self) -> list[list[str]]:
+        """The names of each optimizer's parameters, in the order of its state_dict."""
         names = {id(parameter): name for name, parameter in self.parameters.items()}
-        return [names.get(id(p), "") for group in self.optimizers[0].param_groups for p in group["params"]]
+        return [
+            [names.get(id(p), "") for group in each.param_groups for p in group["params"]]
+            for each in self.optimizers
+        ]
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Clip the gradients by their global norm; return the norm before.
@@ -548,7 +551,7 @@ class Prepared:
         """
         if self.config.sync.nonfinite == "allow":
             return True
-        finite = self._norms.are_finite(gradients)
+        finite = self._norms.are_finite(gradients, of.parameters)
         # A GradScaler has skipped the step, here by a fused optimizer. It may have looked before the
         # script wrote a NaN.
         if finite or infinity_left_to(of.optimizer):
@@ -649,7 +652,8 @@ def _float32_steps(how: Precision, parameters: Mapping[str, nn.Parameter], worke
 def _watch(optimizer: torch.optim.Optimizer, chunks: Sequence[BoundChunk]) -> GradientWatch:
     """Return a watch on the gradients of the chunks that one optimizer steps."""
     own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    return GradientWatch([chunk for chunk in chunks if chunk.parameters[0] in own], _nothing, _nothing)
+    mine = [chunk for chunk in chunks if chunk.parameters[0] in own]
+    return SharedGradientWatch(mine, _nothing, _nothing)
 
 
 def _nothing() -> None: ...

@@ -49,6 +49,7 @@ class StepSet:
 
     Attributes:
         optimizer: the optimizer.
+        parameters: those that it steps.
         unit: the unit in which it steps.
         hooks: the functions around its steps.
         float32: how it steps bfloat16 parameters in float32; None: it steps their own values.
@@ -73,7 +74,7 @@ class StepSet:
         self.hooks = StepHooks(
             self._before, self._accept, self._after, model.mean_loss, way_out, self._evaluates
         )
-        self._parameters = {each for group in optimizer.param_groups for each in group["params"]}
+        self.parameters = {each for group in optimizer.param_groups for each in group["params"]}
         self.own_samples = 0.0
         self.waits = self.follows = self.repeats = False
 
@@ -91,7 +92,7 @@ class StepSet:
 
     def note_zeros(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Note a `zero_grad` of `parameters` by the script; return True if such gradients waited."""
-        if not self.waits or self._watch is None or self._parameters.isdisjoint(parameters):
+        if not self.waits or self._watch is None or self.parameters.isdisjoint(parameters):
             return False
         self._watch.note_zeros(parameters)
         return True

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from atoll.core.config import Buffers
 from atoll.core.decoding import converted
 from atoll.core.errors import AtollError, CheckpointError, UserError
-from atoll.memory.othergroups import check_held, of_member
+from atoll.memory.othergroups import check_held, state_of_member, values_of_member
 from atoll.tensors.checkpoint import pack, read_checkpoint, unpack, write_checkpoint
 from atoll.tensors.torch_compat import is_persistent, own_buffers
 from atoll.tensors.trees import check_encodable
@@ -297,18 +297,16 @@ class TrainingState:
         groups.
         """
         held = trees.get("groups", [{}] * len(self.prepared))
+        first = 0  # the index of the model's first optimizer
         for index, (prepared, its) in enumerate(zip(self.prepared, held, strict=True)):
             check_held(its, prepared.groups, where)
             if its:
-                own = of_member(
-                    its,
-                    rank,
-                    _of_model(model, index),
-                    trees["optimizer"][index],
-                    prepared.stepped_names,
-                )
-                model = {**model, **{_prefix(index) + name: value for name, value in own[0].items()}}
-                trees["optimizer"][index] = own[1]
+                for number, names in enumerate(prepared.stepped_names, first):
+                    state = trees["optimizer"][number]
+                    trees["optimizer"][number] = state_of_member(its, rank, state, names)
+                own = values_of_member(its, rank, _of_model(model, index))
+                model = {**model, **{_prefix(index) + name: value for name, value in own.items()}}
+            first += len(prepared.optimizers)
         return model
 
     def _put_back(self, model: Mapping[str, Any], trees: Mapping[str, Any]) -> None:

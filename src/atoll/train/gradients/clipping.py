@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -91,9 +91,9 @@ class Norms(Protocol):
         of the gradients.
         """
 
-    def are_finite(self, gradients: Sequence[Tensor]) -> bool:
-        """True if no gradient holds NaN or infinity; `gradients` are those that this worker's parameters
-        show."""
+    def are_finite(self, gradients: Sequence[Tensor], parameters: Collection[nn.Parameter]) -> bool:
+        """True if no gradient of `parameters` holds NaN or infinity; `gradients` are those that they show
+        on this worker."""
 
 
 class ResidentNorms:
@@ -106,7 +106,11 @@ class ResidentNorms:
         norm = self._norm.clip(max_norm, norm_type, error_if_nonfinite)
         return norm, float(self._norm.coefficient)
 
-    def are_finite(self, gradients: Sequence[Tensor]) -> bool:
+    def are_finite(
+        self,
+        gradients: Sequence[Tensor],
+        parameters: Collection[nn.Parameter],  # noqa: ARG002
+    ) -> bool:
         return self._norm.says_finite() or all_finite(gradients)
 
 
@@ -119,7 +123,11 @@ class ExchangedNorms:
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> tuple[Tensor, float]:
         return self._exchanged.clip(max_norm, norm_type, error_if_nonfinite)
 
-    def are_finite(self, gradients: Sequence[Tensor]) -> bool:
+    def are_finite(
+        self,
+        gradients: Sequence[Tensor],
+        parameters: Collection[nn.Parameter],  # noqa: ARG002
+    ) -> bool:
         return bool(self._exchanged.are_finite()) or all_finite(gradients)
 
 
@@ -132,8 +140,12 @@ class SharedNorms:
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> tuple[Tensor, float]:
         return self._shared.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite), 1.0
 
-    def are_finite(self, gradients: Sequence[Tensor]) -> bool:  # noqa: ARG002
-        return self._shared.all_finite()
+    def are_finite(
+        self,
+        gradients: Sequence[Tensor],  # noqa: ARG002
+        parameters: Collection[nn.Parameter],
+    ) -> bool:
+        return self._shared.all_finite(parameters)
 
 
 def all_finite(gradients: Sequence[Tensor]) -> bool:

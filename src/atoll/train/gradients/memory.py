@@ -38,7 +38,7 @@ from atoll.train.group.inner import AnyRing
 from atoll.train.group.members import WorkerMembers
 from atoll.train.members.workers import Workers
 from atoll.train.sync.servedtiers import ServedInTiers, staging_bytes
-from atoll.train.sync.strategies import Alone, Served, Stepper, Strategy, Training
+from atoll.train.sync.strategies import Alone, Served, Stepper, Strategy, Training, one_stepper
 
 Around: TypeAlias = Callable[[Strategy, Callable[[], None]], Strategy]
 
@@ -80,7 +80,7 @@ class Tiers:
         self.fitted: Fitted | None = None
         self.shared: Sharded | None = None  # the model, where several members hold it together
 
-    def strategy(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Strategy | None:
+    def strategy(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Strategy | None:
         """Return the strategy that trains the model in chunks; None if all of the model fits on each member's
         device.
 
@@ -89,7 +89,7 @@ class Tiers:
         if self._connect is None:
             return self._around(AloneInTiers(), self._written)
         self._members = self._connect()
-        self._plan = plan(model, optimizer, self._memory, self._members)
+        self._plan = plan(model, optimizers, self._memory, self._members)
         if not self._plan.fits:
             return self._around(MembersInTiers(self), self._written)
         self.close()
@@ -117,14 +117,14 @@ class Tiers:
                 # One by one: memory may not hold all at once.
                 take_from_groups(workers, parameter, self._groups_of(features.get(name, "")))
 
-    def fit(self, model: nn.Module, optimizer: torch.optim.Optimizer, epochs: BatchEpochs) -> None:
+    def fit(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], epochs: BatchEpochs) -> None:
         """Let the model train in chunks from now on; `epochs` gives the batches' epochs."""
         if self._members is None:
-            self.fitted = fit(model, optimizer, memory=self._memory, plan=self._plan)
+            self.fitted = fit(model, optimizers, memory=self._memory, plan=self._plan)
             return
         assert self._plan is not None
         self.fitted = self.shared = fit_shared(
-            model, optimizer, memory=self._memory, members=self._members, plan=self._plan, epochs=epochs
+            model, optimizers, memory=self._memory, members=self._members, plan=self._plan, epochs=epochs
         )
 
     def norms(self, norm: GradientNorm) -> Norms:
@@ -216,9 +216,9 @@ class ServedTiers(Tiers):
         if served.of_group:  # every member of the ring holds the whole model, in chunks that move
             self._memory = msgspec.structs.replace(memory, step="host")
 
-    def strategy(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Strategy | None:
+    def strategy(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Strategy | None:
         self._model = model
-        layout = lay_out(specs_for(model, optimizer), chunk_bytes=self._chunk_bytes)
+        layout = lay_out(specs_for(model, optimizers), chunk_bytes=self._chunk_bytes)
         of_group = self._served.of_group
         staging = staging_bytes([chunk.nbytes for chunk in layout.trainable], of_group=of_group)
         self._plan = plan_exchanged(model, self._memory, staging, sums=of_group)
@@ -229,7 +229,7 @@ class ServedTiers(Tiers):
         assert self._plan is not None
         self.fitted = self._exchanged = fit_exchanged(self._model, self._memory, self._plan)
 
-    def fit(self, model: nn.Module, optimizer: torch.optim.Optimizer, epochs: BatchEpochs) -> None:
+    def fit(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], epochs: BatchEpochs) -> None:
         """Do nothing: building the strategy has moved the model into tiers and brought its values to the
         shards."""
 
@@ -247,8 +247,7 @@ class AloneInTiers(Alone):
     makes the steps."""
 
     def build(self, training: Training) -> tuple[Reducer, Stepper]:
-        reducer = SoloReducer(training.chunks, training.calls)
-        return reducer, _TieredOptimizer(training.optimizer, training.hooks)
+        return SoloReducer(training.chunks, training.calls), _stepper(training)
 
 
 class MembersInTiers(Alone):
@@ -259,8 +258,7 @@ class MembersInTiers(Alone):
         self._tiers = tiers
 
     def build(self, training: Training) -> tuple[Reducer, Stepper]:
-        reducer = MembersReducer(training.chunks, training.calls, self._tiers)
-        return reducer, _TieredOptimizer(training.optimizer, training.hooks)
+        return MembersReducer(training.chunks, training.calls, self._tiers), _stepper(training)
 
 
 class MembersReducer(Reducer):
@@ -310,6 +308,10 @@ class HeldChunk(BoundChunk):
     @property
     def has_moved(self) -> bool:
         return False
+
+
+def _stepper(training: Training) -> Stepper:
+    return one_stepper([_TieredOptimizer(each.optimizer, each.hooks) for each in training.sets])
 
 
 class _TieredOptimizer(ParameterOptimizer):

@@ -31,7 +31,7 @@ class Whole:
         """Give the chunks worker 0's values. A collective."""
         workers.take_from_first([chunk.flat for chunk in chunks], "worker 0's parameters")
 
-    def fit(self, model: nn.Module, optimizer: torch.optim.Optimizer, epochs: BatchEpochs) -> None:
+    def fit(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], epochs: BatchEpochs) -> None:
         """Do nothing: the model trains where it lies."""
 
     def norms(self, norm: GradientNorm) -> Norms:

@@ -64,15 +64,15 @@ class LentTiers(Tiers):
         self._config, self._peers, self._node, self._workers = config, peers, node, workers
         self._model: LentPeerModel | None = None
 
-    def strategy(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Strategy | None:
+    def strategy(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Strategy | None:
         """Return the strategy of a lent model; None if parameters and gradients fit on each worker's device.
 
         Raises UserError on all workers if a worker's budgets are too small.
         """
         word, found = _Word(), None
         try:
-            self._check_host(model, optimizer)
-            found = plan(model, optimizer, self._memory, lent=self._node.devices.count)
+            self._check_host(model, optimizers)
+            found = plan(model, optimizers, self._memory, lent=self._node.devices.count)
             word.fits = found.fits
         except AtollError as error:
             word.error = str(error)
@@ -87,7 +87,7 @@ class LentTiers(Tiers):
             return None
         if found.fits:  # it does not fit on another worker's device: all must lend
             held = msgspec.structs.replace(self._memory, step="host")
-            self._plan = plan(model, optimizer, held, lent=self._node.devices.count)
+            self._plan = plan(model, optimizers, held, lent=self._node.devices.count)
         return LentPeers(self._peers, self._make_model)
 
     def _tell(self, word: bytes, what: str) -> list[bytes]:
@@ -102,8 +102,8 @@ class LentTiers(Tiers):
         self._model = LentPeerModel(training, self._workers, self._peers.parts(training, place), place)
         return self._model
 
-    def fit(self, model: nn.Module, optimizer: torch.optim.Optimizer, epochs: BatchEpochs) -> None:
-        del optimizer, epochs  # the CPU side makes the steps, and compares epochs
+    def fit(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], epochs: BatchEpochs) -> None:
+        del optimizers, epochs  # the CPU side makes the steps, and compares epochs
         assert self._plan is not None
         assert self._model is not None
         place = self._model.place
@@ -118,17 +118,17 @@ class LentTiers(Tiers):
         )
         place.fitted = self.fitted = fitted
 
-    def _check_host(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def _check_host(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Raise UserError if a node needs more host memory than its budget."""
         budget = self._memory.budgets().host
         if budget is None:
             return
         layout = lay_out(
-            specs_of(dict(model.named_parameters()), settings_of(optimizer)),
+            specs_of(dict(model.named_parameters()), settings_of(optimizers)),
             chunk_bytes=self._config.chunk_bytes,
         )
         stale_max, devices = self._config.sync.stale_max, self._node.devices.count
-        least = least_host_bytes(layout, optimizer, stale_max, self._node.world, devices)
+        least = least_host_bytes(layout, *optimizers, stale_max, self._node.world, devices)
         if least > budget:
             raise UserError(
                 f"the budget of the host is too small: a node of strategy 'peers' keeps up to {least} bytes "

@@ -146,6 +146,11 @@ def steppers_of(training: Training, gradients: FlatGradients | None) -> Stepper:
         else:
             keys, chunks = each.unit.keys, training.chunks
             steppers.append(ChunkOptimizer(each.optimizer, chunks, keys, each.hooks, gradients))
+    return one_stepper(steppers)
+
+
+def one_stepper(steppers: Sequence[ChunkOptimizer | ParameterOptimizer]) -> Stepper:
+    """Return one stepper of all optimizers, of which each has a stepper."""
     return steppers[0] if len(steppers) == 1 else Steppers(steppers)
 
 
@@ -258,7 +263,7 @@ class Served:
 
     def build(self, training: Training) -> tuple[Reducer, Stepper]:
         exchange, steppers = self.build_model(training, ServedModel, None)
-        return exchange, steppers[0] if len(steppers) == 1 else Steppers(steppers)
+        return exchange, one_stepper(steppers)
 
     def build_model(
         self, training: Training, kind: Callable[..., ServedModel], held: Holder | None
