@@ -22,7 +22,7 @@ from atoll.memory.speculation import Ahead, Speculation
 from atoll.moves.timeline import Bandwidths
 from support.cases import kept_for
 from support.families import FAMILIES, batch, loss_of
-from support.tight import same
+from support.tight import Together, same
 
 pytestmark = pytest.mark.sampled
 
@@ -43,17 +43,17 @@ def _early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculation, "TRUST", 1)
 
 
-def speculation_of(run: Run) -> Speculation:
+def speculation_of(run: Run, number: int = 0) -> Speculation:
     assert isinstance(run.fitted, Moving)
     assert run.fitted._stepping is not None
-    found = run.fitted._stepping.steppers[0].speculation
+    found = run.fitted._stepping.steppers[number].speculation
     assert found is not None
     return found
 
 
-def settle(run: Run) -> list[int]:
-    """Wait until all chunks are stepped that may be; which they are."""
-    found = speculation_of(run)
+def settle(run: Run, number: int = 0) -> list[int]:
+    """Wait until all chunks are stepped that may be, of the optimizer of this number; which they are."""
+    found = speculation_of(run, number)
 
     def pending() -> list[int]:
         return [c for c, ahead in current() if found._held[c] and ahead.made is None]
@@ -539,6 +539,28 @@ def test_what_a_step_ahead_raises_is_left_to_the_usual_step(monkeypatch: pytest.
     assert isinstance(run.fitted, Moving)
     assert run.fitted.stats().stepped_early == 0
     assert same(run.close(), expected.close())
+
+
+def test_chunks_of_two_optimizers_are_stepped_ahead() -> None:
+    def both(parameters: list[nn.Parameter]) -> Any:
+        return Together([fused(parameters[::2]), looped(parameters[1::2])])
+
+    results = []
+    for share in (None, SHARE):
+        run = Run("gpt", share, both)
+        losses, early = [], [0, 0]
+        for step in range(5):
+            run.optimizer.zero_grad()
+            inputs, targets = batch(run.family, step)
+            loss = loss_of(run.model(inputs), targets)
+            loss.backward()
+            if share is not None:
+                early = [len(settle(run, number)) for number in (0, 1)]
+            run.optimizer.step()
+            losses.append(loss.item())
+        results.append((losses, run.close()))
+    assert all(early)
+    assert same(results[0], results[1])
 
 
 def test_the_script_s_own_optimizer_is_not_stepped_ahead() -> None:

@@ -47,6 +47,18 @@ def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
 
 
+class Together(list[torch.optim.Optimizer]):
+    """Optimizers of one model that a script steps one after another."""
+
+    def step(self) -> None:
+        for each in self:
+            each.step()
+
+    def zero_grad(self) -> None:
+        for each in self:
+            each.zero_grad()
+
+
 def same(left: Any, right: Any) -> bool:
     """Whether all numbers are equal, all the way down; NaN equals NaN."""
     if isinstance(left, Tensor):

@@ -101,6 +101,19 @@ def test_a_recorded_profile_gives_a_plan_of_what_was_used() -> None:
     assert "not measured" not in plan.reason
 
 
+def test_each_of_several_optimizers_has_room_for_its_own_state() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    parameters = list(model.parameters())
+    sgd = torch.optim.SGD([{"params": parameters[:4]}, {"params": parameters[4:8]}], lr=0.1)
+    several = [sgd, torch.optim.AdamW(parameters[8:])]
+    assert profile_of(model, several, ()).state_bytes == {"0": (), "1": (), "2": (4, 4)}
+    budgets = Memory(device="64KiB").budgets()
+    plan = choose(model, several, budgets, bandwidths=RATES)
+    whole = choose(model, [torch.optim.AdamW(parameters)], budgets, bandwidths=RATES)
+    none = choose(model, [torch.optim.SGD(parameters, lr=0.1)], budgets, bandwidths=RATES)
+    assert none.host_bytes < plan.host_bytes < whole.host_bytes
+
+
 def test_uses_are_assumed_to_go_forward_and_back() -> None:
     uses = assumed_uses(Tied())
     assert order(uses, backward=False) == [(0,), (1,), (2,), (3, 4)]

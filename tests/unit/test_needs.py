@@ -384,8 +384,8 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         "prepare the changed model in another session, or leave the budgets out",
     ),
     "several-optimizers-in-tiers": (
-        Choices({"store": "sharded", "several optimizers": True}),
-        "under budgets of memory one optimizer steps a model",
+        Choices({**SEVERAL, "store": "tiered"}),
+        "under strategy 'server' one optimizer steps a model under budgets of memory",
         "give session.prepare one optimizer with a param group for each, or leave the budgets out",
     ),
     "over-alone": (

@@ -128,7 +128,7 @@ class LentTiers(Tiers):
             chunk_bytes=self._config.chunk_bytes,
         )
         stale_max, devices = self._config.sync.stale_max, self._node.devices.count
-        least = least_host_bytes(layout, *optimizers, stale_max, self._node.world, devices)
+        least = least_host_bytes(layout, optimizers[0], stale_max, self._node.world, devices)
         if least > budget:
             raise UserError(
                 f"the budget of the host is too small: a node of strategy 'peers' keeps up to {least} bytes "
