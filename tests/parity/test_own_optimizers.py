@@ -97,3 +97,29 @@ def test_a_class_that_no_other_process_can_import_is_refused_in_prepare(pool: Wo
     for said, seconds in runs.run_at(pool, kind, of_the_script):
         assert "which cannot import Lion: it is defined in the script itself; put it into a module" in said
         assert seconds < 30  # nobody waits for another worker, or for a shard
+
+
+def by_its_base(session: atoll.Session | None) -> list[torch.Tensor]:
+    """Train with an optimizer whose step calls that of its base, where torch runs the hooks of both."""
+    net = runs.model()
+    torch.optim.SGD(net.parameters())
+    optimizer = own_optimizer.ByItsBase(net.parameters(), lr=0.1, momentum=0.9)
+    rank, world = 0, 1
+    if session is not None:
+        session.prepare(net, optimizer)
+        rank, world = session.rank, session.world
+    for step in range(STEPS):
+        x = torch.randn(8, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        net(x[rank::world]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert session is None or session.iteration == STEPS
+    return [parameter.detach().clone() for parameter in net.parameters()]
+
+
+@pytest.mark.parametrize("kind", ["ring", "tiers", "peers"])
+def test_a_step_that_calls_the_one_of_its_base_is_one_step(pool: WorkerPool, kind: str) -> None:
+    right = by_its_base(None)
+    for found in runs.run_at(pool, kind, by_its_base):
+        for value, expected in zip(found, right, strict=True):
+            assert torch.allclose(value, expected, rtol=0, atol=1e-12)

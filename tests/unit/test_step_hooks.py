@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -48,6 +49,32 @@ def test_ours_are_within_those_of_the_script_in_their_own_order() -> None:
     seen.clear()
     optimizer.step()
     assert seen == ["early before", "early after"]
+
+
+class ByItsBase(torch.optim.SGD):
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            raise FloatingPointError
+        return super().step(closure)
+
+
+def test_ours_run_once_where_the_step_of_a_class_calls_that_of_its_base() -> None:
+    an_optimizer()  # from the first one on torch runs hooks around SGD.step, whatever calls it
+    parameter, seen = nn.Parameter(torch.ones(2)), list[str]()
+    optimizer = ByItsBase([parameter], lr=1.0)
+    optimizer.register_step_post_hook(lambda *_: seen.append("the script's"))
+    AroundStep(optimizer, lambda *_: seen.append("before"), lambda *_: seen.append("after"))
+    AroundStep(optimizer, lambda *_: seen.append("before, alone"))
+    for _ in range(2):
+        seen.clear()
+        optimizer.step()
+        assert seen == ["before", "before, alone", "the script's", "after", "the script's"]
+        optimizer.fails = True
+        with pytest.raises(FloatingPointError):
+            optimizer.step()
+        optimizer.fails = False
 
 
 def test_the_script_s_own_way_to_register_is_put_back() -> None:

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from atoll.core.callstack import caller
 from atoll.core.errors import UserError
 from atoll.core.heap import give_back_freed_memory
 from atoll.core.memory import Budgets, Memory
 from atoll.core.units import format_bytes
-from atoll.memory.calls import caller
 from atoll.memory.spillfile import Piece, SpillFile
 from atoll.memory.statedicts import lazily
 from atoll.tensors.binding import is_dense

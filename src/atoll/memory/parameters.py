@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from atoll.core.callstack import caller
 from atoll.core.errors import UserError
 from atoll.memory import statedicts
-from atoll.memory.calls import caller
 from atoll.memory.interrupts import uninterrupted
 from atoll.memory.saved import ParameterSlot, entered
 from atoll.tensors.torch_compat import (

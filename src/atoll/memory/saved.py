@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
+from atoll.core.callstack import caller, is_under_way
 from atoll.core.errors import UserError
-from atoll.memory.calls import caller, is_under_way
 from atoll.memory.interrupts import uninterrupted
 from atoll.tensors.torch_compat import (
     saved_tensors_hooks_are_allowed,

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from atoll.chunks import ChunkMap
+from atoll.core.callstack import caller
 from atoll.core.memory import Budgets, MemoryFigures
 from atoll.memory import interrupts
 from atoll.memory.agreeing import NO_EPOCHS, BatchEpochs, StepAgreement
 from atoll.memory.answers import Answers
-from atoll.memory.calls import caller
 from atoll.memory.engine import in_order_of_use
 from atoll.memory.fitted import Moving
 from atoll.memory.foreign import SharedStates

@@ -19,11 +19,11 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 
+from atoll.core.callstack import caller
 from atoll.core.errors import RunError, UserError
 from atoll.core.scriptline import script_line, waiting_line
 from atoll.core.stands import Stand, call, gradients
 from atoll.core.weighing import SAID, Certainty, said
-from atoll.memory.calls import caller
 from atoll.memory.gradients import ChunkGradients, GradientSlot, ModelGradients, TrainedChunk
 from atoll.memory.interrupts import uninterrupted
 from atoll.memory.leaving import Leaving

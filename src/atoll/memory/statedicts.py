@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from atoll.memory.calls import caller, is_under_way
+from atoll.core.callstack import caller, is_under_way
 from atoll.tensors.lazy import LazyTensor
 from atoll.tensors.torch_compat import own_parameters
 

@@ -13,7 +13,6 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
-from types import FrameType
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 
 from atoll.core.errors import PrepareError
 from atoll.core.heap import give_back_freed_memory
-from atoll.memory.calls import caller, is_under_way
 from atoll.memory.gradients import ModelGradients
 from atoll.memory.interrupts import uninterrupted
 from atoll.memory.plainstate import PlainState, States
@@ -72,7 +70,6 @@ class ChunkStepper:
         for each in states.values():
             each.take_over()
         self._chunks = {chunk: Segments(each) for chunk, each in states.items()}
-        self._call: FrameType | None = None  # the frame that called `step`, while `step` runs
         self._left_out = False  # the param groups lack the chunks' parameters, while `step` runs
         self._next: StepCall | None = None  # the step that is about to begin
         self._ahead: dict[int, Ahead] = {}  # by chunk, steps that were made ahead of the latest `step`
@@ -83,8 +80,9 @@ class ChunkStepper:
             )
         self.state = PlainState(optimizer, {**states, **(shown or {})}, steps)
         self.state.take_over()
+        self._around_step = AroundStep(optimizer, self._before, self._after)
         self._handles: list[Handle] = [
-            AroundStep(optimizer, self._before, self._after),
+            self._around_step,
             optimizer.register_state_dict_pre_hook(lambda _: self.restore()),
             optimizer.register_load_state_dict_pre_hook(lambda *_: self.restore()),
             *self.state.watch(),
@@ -110,11 +108,7 @@ class ChunkStepper:
     # The optimizer's step, on the script's thread.
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        call = caller()
-        if self._is_stepping():  # a subclass's step calls its superclass's, which torch hooks too
-            return args, kwargs
         self.restore()
-        self._call = call
         args, kwargs = call_closure_now(args, kwargs)
         self._note(optimizer)
         return args, kwargs
@@ -136,9 +130,8 @@ class ChunkStepper:
             group["params"] = [p for p in parameters if not self.state.has(p)]
 
     def _after(self, _optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        if caller() is not self._call:
-            return
-        self._begin_step()
+        if self._next is not None:  # else the step itself has had the parameters put back
+            self._begin_step()
 
     @uninterrupted
     def _begin_step(self) -> None:
@@ -169,10 +162,6 @@ class ChunkStepper:
         if self.speculation is not None:
             self.speculation.step_ended()
 
-    def _is_stepping(self) -> bool:
-        """True inside a step that is under way; a step that raised is not."""
-        return is_under_way(self._call)
-
     def _with_all_parameters(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a method of the optimizer that first puts all parameters back into the param groups.
 
@@ -181,7 +170,7 @@ class ChunkStepper:
 
         @wraps(function)
         def called(*args: Any, **kwargs: Any) -> Any:
-            if not self._is_stepping():
+            if not self._around_step.is_under_way:
                 self.restore()
             return function(*args, **kwargs)
 
@@ -189,7 +178,6 @@ class ChunkStepper:
 
     def restore(self) -> None:
         """Undo what a failed step left behind: torch runs no hook at its end."""
-        self._call = None
         failed, self._next = self._next, None
         for chunk in failed.present if failed is not None else ():
             self._gradients.end_step(chunk)

@@ -8,11 +8,13 @@ Atoll's hooks run last before the step, and first after it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, TypeAlias
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from atoll.core.callstack import caller, is_under_way
 from atoll.tensors.torch_compat import step_hooks
 
 Before: TypeAlias = Callable[[torch.optim.Optimizer, Any, Any], Any]
@@ -28,21 +30,47 @@ class AroundStep:
 
     `before` runs after all of the script's pre-hooks, and `after` before all of its post-hooks. Several pairs
     on one optimizer run in order of construction.
+
+    Both run once in a step. torch runs an optimizer's hooks again where the step of its class calls the step
+    of a class that it is derived from, if an optimizer of that class was ever made.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, before: Before, after: After | None = None) -> None:
+        self._before, self._after = before, after
+        self._step: FrameType | None = None  # the call of the step under way
         within = vars(optimizer).get(_REGISTER)
         self._within = within if isinstance(within, _Within) else _Within(optimizer)
-        self.before: RemovableHandle = self._within.register(before)
-        self.after = None if after is None else optimizer.register_step_post_hook(after)
+        self.before: RemovableHandle = self._within.register(self._begins)
+        self.after: RemovableHandle = optimizer.register_step_post_hook(self._ends)
         self._within.ours.append(self)
         self._within.put_in_order()
 
     def remove(self) -> None:
         self.before.remove()
-        if self.after is not None:
-            self.after.remove()
+        self.after.remove()
         self._within.forget(self)
+
+    @property
+    def is_under_way(self) -> bool:
+        """True inside a step; a step that raised is over."""
+        return is_under_way(self._step)
+
+    def _begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        if self.is_under_way:
+            return None
+        self._step = caller()
+        try:
+            return self._before(optimizer, args, kwargs)
+        except BaseException:
+            self._step = None
+            raise
+
+    def _ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._step is None or caller() is not self._step:
+            return
+        self._step = None
+        if self._after is not None:
+            self._after(optimizer, args, kwargs)
 
 
 class _Within:
@@ -67,8 +95,7 @@ class _Within:
         for each in self.ours:
             before.move_to_end(each.before.id)
         for each in reversed(self.ours):
-            if each.after is not None:
-                after.move_to_end(each.after.id, last=False)
+            after.move_to_end(each.after.id, last=False)
 
     def forget(self, gone: AroundStep) -> None:
         if gone in self.ours:
