@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from operator import is_
 from typing import Any, TypeAlias
 
@@ -344,7 +344,8 @@ class StepHooks:
     `before()` runs first, `accept(gradients)` returns False to leave the step out, and `after()` runs last.
     `mean(loss)` returns the workers' mean of a closure's result, after `before()`. `way_out` says what to do
     about param groups that the script has changed. `evaluates(again)` runs before the optimizer calls a
-    closure; `again`: not for the first time in this step.
+    closure; `again`: not for the first time in this step. `has_batch()` returns True if a backward has left
+    gradients that no step has used.
     """
 
     before: Callable[[], None]
@@ -353,13 +354,15 @@ class StepHooks:
     mean: Callable[[Any], Any] = lambda loss: loss
     way_out: str = PREPARE_AGAIN
     evaluates: Callable[[bool], None] = lambda again: None  # noqa: ARG005
+    has_batch: Callable[[], bool] = lambda: False
 
 
 class ParameterOptimizer:
     """Calls the hooks around steps of `optimizer`, which steps its parameters itself, not segments.
 
-    `calls_closure`: the optimizer itself calls the closure, several times in a step. Each call gives it the
-    workers' mean of the gradients, and that of the loss.
+    `calls_closure`: the optimizer itself calls the closure that a step is given, perhaps several times, and
+    perhaps after it has moved the parameters. Each call gives it the workers' mean of the gradients, and that
+    of the loss. Gradients that are there before the step are reduced first.
     """
 
     def __init__(
@@ -390,24 +393,36 @@ class ParameterOptimizer:
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self.restore()
-        if self._calls_closure:
+        if self._calls_closure and closure_of(args, kwargs) is not None:
             self._evaluated_before = False
             check_groups(optimizer, self._group_parameters, way_out=self._hooks.way_out)
+            if self._hooks.has_batch():
+                self._evaluate(lambda: None)
             return with_closure(args, kwargs, self._evaluated)
-        if kwargs or len(args) > 1:
-            args, kwargs = call_closure_now(args, kwargs)
+        args, kwargs = call_closure_now(args, kwargs)
         check_groups(optimizer, self._group_parameters, way_out=self._hooks.way_out)
         if not self._is_accepted():
             self._leave_out()
         return args, kwargs
 
-    def _evaluated(self, closure: Callable[[], Any]) -> Any:
-        self._hooks.evaluates(self._evaluated_before)
-        self._evaluated_before = True
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        """Return the closure's result, with the gradients reduced."""
+        again, self._evaluated_before = self._evaluated_before, True
+        self._hooks.evaluates(again)
         with torch.enable_grad():
             loss = closure()
-        self._is_accepted()  # the table of needs refuses the policy that would leave a step out
-        return self._hooks.mean(loss)
+        if not self._is_accepted():
+            if again:  # the optimizer may have moved the parameters
+                raise UserError(
+                    f"{type(self.optimizer).__name__}.step() calls its closure several times, and "
+                    "sync.nonfinite 'skip' cannot leave out a part of a step; set sync.nonfinite to stop or "
+                    "allow"
+                )
+            self._leave_out()
+        return loss
+
+    def _evaluated(self, closure: Callable[[], Any]) -> Any:
+        return self._hooks.mean(self._evaluate(closure))
 
     def _is_accepted(self) -> bool:
         """Have the gradients reduced; return True if the step is to be made with them."""
@@ -733,8 +748,7 @@ class ChunkOptimizer:
     def _exchange(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The step's pre-hook: parameters and state out, segments in."""
         self.restore()
-        if kwargs or len(args) > 1:
-            args, kwargs = call_closure_now(args, kwargs)
+        args, kwargs = call_closure_now(args, kwargs)
         check_groups(optimizer, self._group_parameters, way_out=self._hooks.way_out)
         if self._state_was_replaced():
             self._import()
@@ -875,15 +889,32 @@ def _ends_run(nbytes: int, dtype: torch.dtype, device: torch.device, fused: bool
 def call_closure_now(args: tuple[Any, ...], kwargs: State) -> tuple[tuple[Any, ...], State]:
     """Run the closure of `step(closure)` while the parameters are in place; returns arguments for the step.
 
-    In them a function that returns the closure's result replaces the closure.
+    In them a function that returns the closure's result replaces the closure. It raises UserError if the
+    optimizer calls it twice.
     """
-    # args[0] is the optimizer itself: torch hands the hooks the call of an unbound method.
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    closure = closure_of(args, kwargs)
     if closure is None:
         return args, kwargs
     with torch.enable_grad():
         loss = closure()
-    return with_closure(args, kwargs, lambda _: loss)
+    calls = count()
+
+    def evaluated(_closure: Callable[[], Any]) -> Any:
+        if next(calls):
+            raise UserError(
+                f"{type(args[0]).__name__}.step() calls its closure several times, and here the closure runs "
+                "once, before the step; under strategy ring or hierarchical without budgets, "
+                "session.prepare(..., step='tensor') lets the optimizer call it"
+            )
+        return loss
+
+    return with_closure(args, kwargs, evaluated)
+
+
+def closure_of(args: tuple[Any, ...], kwargs: State) -> Any:
+    """Return the closure that a call of `step` has; None if it has none."""
+    # args[0] is the optimizer itself: torch hands the hooks the call of an unbound method.
+    return kwargs.get("closure", args[1] if len(args) > 1 else None) if kwargs or len(args) > 1 else None
 
 
 def with_closure(

@@ -100,6 +100,8 @@ def unit_of(
     except MovesDataError as error:
         return Unit(set(), str(error), {**facts, "moves": True, "why": str(error)})
     except NotElementwiseError as error:
+        if closure is not None and "closure" in str(error).lower():  # "SAM requires closure"
+            facts["closure"] = "needed"
         if asked == "element":
             raise UserError(
                 f"session.prepare(step='element'): {facts['optimizer']} cannot step flat parameters "

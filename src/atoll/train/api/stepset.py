@@ -72,7 +72,13 @@ class StepSet:
         self._model, self.optimizer, self.unit, self._watch = model, optimizer, unit, watch
         self.float32 = float32
         self.hooks = StepHooks(
-            self._before, self._accept, self._after, model.mean_loss, way_out, self._evaluates
+            self._before,
+            self._accept,
+            self._after,
+            model.mean_loss,
+            way_out,
+            self._evaluates,
+            self.has_batch,
         )
         self.parameters = {each for group in optimizer.param_groups for each in group["params"]}
         self.own_samples = 0.0

@@ -21,8 +21,12 @@ class MeanLoss:
         self._weight = own.counts_alike if alike else own.weight
 
     def __call__(self, loss: Any) -> Any:
-        """Return the mean of a loss, a number or a tensor of one element. A collective."""
-        if self._workers.alone:
+        """Return the mean of a loss, a number or a tensor of one element. A collective.
+
+        Anything else that a closure returns is returned as it is.
+        """
+        is_number = loss.numel() == 1 if isinstance(loss, Tensor) else isinstance(loss, (int, float))
+        if self._workers.alone or not is_number:
             return loss
         mean = self._workers.reduce(float(loss), "mean", self._weight, "the closure's loss")
         return loss.detach().new_tensor(mean) if isinstance(loss, Tensor) else mean

@@ -141,8 +141,10 @@ def steppers_of(training: Training, gradients: FlatGradients | None) -> Stepper:
         if each.float32 is not None:
             steppers.append(Float32Optimizer(each.optimizer, each.hooks, each.float32))
         elif each.unit.by_tensor or gradients is None:
-            closes = each.unit.calls_closure
-            steppers.append(ParameterOptimizer(each.optimizer, each.hooks, calls_closure=closes))
+            # Those of torch.optim that take a closure without need call it once, before all else.
+            is_own = not type(each.optimizer).__module__.startswith("torch.optim.")
+            calls_closure = is_own or each.unit.calls_closure
+            steppers.append(ParameterOptimizer(each.optimizer, each.hooks, calls_closure=calls_closure))
         else:
             keys, chunks = each.unit.keys, training.chunks
             steppers.append(ChunkOptimizer(each.optimizer, chunks, keys, each.hooks, gradients))
