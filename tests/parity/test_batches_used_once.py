@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 import atoll
 from atoll.core.config import Config, Sync
@@ -63,14 +63,24 @@ def indices(session: atoll.Session, workers: int) -> DataLoader[Any]:
     return DataLoader(DATA, batch_size=BATCH, sampler=session.sampler(DATA), num_workers=workers)
 
 
-def offset_after(path: Path, make: Any, workers: int, way: Way, *, collected: int = 1, again: int = 1) -> int:
-    """Return the place in the epoch of a checkpoint after `STEPS` batches. The script takes `collected`
-    batches at once, and trains `again` times on each."""
+def own_batches(session: atoll.Session, workers: int) -> DataLoader[Any]:
+    of_indices = BatchSampler(session.sampler(DATA), BATCH, drop_last=False)
+    return DataLoader(DATA, batch_sampler=of_indices, num_workers=workers)
+
+
+def places_after(
+    path: Path, make: Any, workers: int, way: Way, *, collected: int = 1, again: int = 1
+) -> tuple[int, int]:
+    """Return, after `STEPS` batches, the place in the epoch of a checkpoint, and the steps of a schedule by
+    samples that makes one for each batch. The script takes `collected` batches at once, and trains `again`
+    times on each."""
     torch.manual_seed(0)
     net = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
     with atoll.join(Config(sync=Sync(global_batch=BATCH)), place=Place()) as session:
         session.prepare(net, optimizer)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2 * STEPS)
+        session.schedule(scheduler, total=2 * STEPS * BATCH)
         given = iter(make(session, workers))
         left = STEPS
         while left:
@@ -84,24 +94,24 @@ def offset_after(path: Path, make: Any, workers: int, way: Way, *, collected: in
         session.save(path)
         del given
     place: int = read_checkpoint(path).trees["state"]["samplers"][0]["offset"]
-    return place
+    return place, scheduler.last_epoch
 
 
 WAYS = [once, two_views, negatives, two_backwards, parts, parts_twice, sequence_first]
 
 
-@pytest.mark.parametrize("make", [batches, indices])
+@pytest.mark.parametrize("make", [batches, indices, own_batches])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_checkpoint_has_the_samples_that_were_trained_on(tmp_path: Path, make: Any, way: Way) -> None:
+def test_checkpoints_and_schedules_have_the_samples_trained_on(tmp_path: Path, make: Any, way: Way) -> None:
     """With processes that fetch batches ahead, too: the samples between would never be trained on."""
-    assert offset_after(tmp_path / "c", make, 2, way) == STEPS * BATCH
-    assert offset_after(tmp_path / "d", make, 0, way) == STEPS * BATCH
+    assert places_after(tmp_path / "c", make, 2, way) == (STEPS * BATCH, STEPS)
+    assert places_after(tmp_path / "d", make, 0, way) == (STEPS * BATCH, STEPS)
 
 
-@pytest.mark.parametrize("make", [batches, indices])
+@pytest.mark.parametrize("make", [batches, indices, own_batches])
 @pytest.mark.parametrize("way", [once, two_views])
 def test_batches_that_are_collected_and_batches_that_are_trained_on_again(
     tmp_path: Path, make: Any, way: Way
 ) -> None:
-    assert offset_after(tmp_path / "c", make, 2, once, collected=3) == STEPS * BATCH
-    assert offset_after(tmp_path / "d", make, 2, way, again=3) == STEPS * BATCH
+    assert places_after(tmp_path / "c", make, 2, once, collected=3) == (STEPS * BATCH, STEPS)
+    assert places_after(tmp_path / "d", make, 2, way, again=3) == (STEPS * BATCH, STEPS)

@@ -53,7 +53,7 @@ from atoll.train.gradients.meanloss import MeanLoss
 from atoll.train.gradients.memory import Tiers
 from atoll.train.gradients.othersteps import OtherSteps
 from atoll.train.gradients.reducer import Calls, Clipping, Reducer, Shares, continue_from
-from atoll.train.gradients.samples import ContributionWeight, SampleCount, SeenSamples
+from atoll.train.gradients.samples import ContributionWeight, CountedBatch, SampleCount, SeenSamples
 from atoll.train.gradients.syncnorm import SyncNorms
 from atoll.train.gradients.watch import GradientWatch, SharedGradientWatch
 from atoll.train.gradients.whole import Whole
@@ -86,11 +86,8 @@ class Batches(Protocol):
     def forward(self) -> None:
         """Note that the model is given a batch."""
 
-    def count(self, seen: SeenSamples) -> tuple[float | None, str]:
-        """Count a batch that backward has reached.
-
-        Returns its number of samples (None: unknown), and how certain that number is (core/weighing.py).
-        """
+    def count(self, seen: SeenSamples) -> CountedBatch:
+        """Count a batch that backward has reached."""
 
     def epoch(self) -> Epoch:
         """Return the epoch of the present batch."""
@@ -286,14 +283,13 @@ class Prepared:
             accumulates=self.reducer.sum.accumulates,
             reached=self._backward_reaches,
         )
-        self._other_steps = None
-        if not workers.alone:
-            self._other_steps = OtherSteps(
-                optimizers,
-                self.parameters,
-                shows_mean=lambda: self.reducer.shows_mean,
-                warn_once=tells.warn_once,
-            )
+        self._other_steps = OtherSteps(
+            optimizers,
+            self.parameters,
+            alone=workers.alone,
+            shows_mean=lambda: self.reducer.shows_mean,
+            warn_once=tells.warn_once,
+        )
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -359,8 +355,7 @@ class Prepared:
         self._closed = True
         self._hooks.close()
         self._growth.close()
-        if self._other_steps is not None:
-            self._other_steps.close()
+        self._other_steps.close()
         if self._sync_norms is not None:
             self._sync_norms.close()
         for handle in self._lazy_hooks:
@@ -457,9 +452,9 @@ class Prepared:
         backward = backward_under_way()
         self.reducer.reached(backward)
         if seen is not None:
-            samples, basis = self._batches.count(seen)
-            if samples is not None:
-                self.samples.count(samples, basis)
+            batch = self._batches.count(seen)
+            if batch.samples is not None:
+                self.samples.count(batch.samples, batch.basis, batch.new)
         if backward != -1 and self.reducer.acts_after_backward:
             self._backward.arm()
 

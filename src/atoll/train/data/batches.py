@@ -8,7 +8,7 @@ from atoll.train.checkpoint.resume import AnySampler, TrainingState
 from atoll.train.data.leased_sampler import LeasedSampler
 from atoll.train.data.passes import Passes
 from atoll.train.data.sharereports import ShareReports
-from atoll.train.gradients.samples import SeenSamples
+from atoll.train.gradients.samples import CountedBatch, SeenSamples
 
 
 class SampledBatches:
@@ -34,11 +34,12 @@ class SampledBatches:
     def forward(self) -> None:
         self._passes.forward()
 
-    def count(self, seen: SeenSamples) -> tuple[float | None, str]:
+    def count(self, seen: SeenSamples) -> CountedBatch:
         samples, certain, sampler = seen.samples, seen.confirms, self._sampling
+        new: float | None = None
         self._passes.trains()
         if samples is None:
-            return None, NONE
+            return CountedBatch(None, NONE)
         if sampler is not None:
             self._trains_on = self._trains_on or sampler
             sizes = sampler.next_sizes()
@@ -48,13 +49,15 @@ class SampledBatches:
             taken = self._passes.over(sampler)
             if taken is None:
                 samples = sampler.count(samples)
-            elif new := taken.reach(samples, sizes):
-                taken.share = sampler.count(new) / new
+            elif reached := taken.reach(samples, sizes):
+                new = sampler.count(reached)
+                taken.share = new / reached
                 samples *= taken.share
             else:  # the batch is used already
+                new = 0.0
                 certain = certain or samples == taken.size
                 samples *= taken.share
-        return samples, KNOWN if certain else GUESSED
+        return CountedBatch(samples, KNOWN if certain else GUESSED, new)
 
     def epoch(self) -> Epoch:
         sampler = self._trains_on
@@ -78,10 +81,10 @@ class OtherBatches:
     def forward(self) -> None:
         self._passes.forward()
 
-    def count(self, seen: SeenSamples) -> tuple[float | None, str]:
+    def count(self, seen: SeenSamples) -> CountedBatch:
         if seen.samples is None:
-            return None, NONE
-        return seen.samples, KNOWN if seen.confirms else GUESSED
+            return CountedBatch(None, NONE)
+        return CountedBatch(seen.samples, KNOWN if seen.confirms else GUESSED)
 
     def epoch(self) -> Epoch:
         return UNKNOWN

@@ -17,7 +17,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from atoll.core.scriptline import script_line, script_number
 from atoll.core.stands import LOOP, UNKNOWN, Epoch
@@ -32,7 +32,7 @@ class _Pass:
 
     Attributes:
         line: the script's line at which it began.
-        batch_size: the loader's own; 0 if a sampler makes the batches.
+        batch_size: of batches that are made of a sampler's indices; 0 if a sampler makes the batches.
         given: the number of batches that it gave.
         is_over: True if the loop has ended.
         number: the number of the pass; 0 until the model trains on one of its batches.
@@ -122,7 +122,11 @@ class Passes:
 
     def began(self, iterator: object, loader: DataLoader[Any]) -> None:
         this = self._passes[iterator] = _Pass(script_line(), loader.batch_size or 0)
-        for sampler in (loader.batch_sampler, loader.sampler):
+        samplers = [loader.batch_sampler, loader.sampler]
+        if loader.batch_size is None and type(loader.batch_sampler) is BatchSampler:  # the script's own
+            this.batch_size = loader.batch_sampler.batch_size
+            samplers.append(loader.batch_sampler.sampler)
+        for sampler in samplers:
             with contextlib.suppress(TypeError):  # a list, say, which is no key
                 self._dealt[sampler] = this
 

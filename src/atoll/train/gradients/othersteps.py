@@ -24,7 +24,7 @@ class OtherSteps:
 
     While `shows_mean()` is True, `p.grad` is the mean on every worker, and every worker makes an equal step.
     A step by another optimizer is then refused only inside a backward; otherwise `warn_once(subject, line)`
-    warns of it once.
+    warns of it once. Nothing is refused to a worker that is `alone`.
     """
 
     def __init__(
@@ -32,10 +32,12 @@ class OtherSteps:
         optimizers: Sequence[torch.optim.Optimizer],
         parameters: Mapping[str, nn.Parameter],
         *,
+        alone: bool,
         shows_mean: Callable[[], bool],
         warn_once: Callable[[str, str], None],
     ) -> None:
-        self._optimizers, self._shows_mean, self._warn_once = optimizers, shows_mean, warn_once
+        self._optimizers, self._alone = optimizers, alone
+        self._shows_mean, self._warn_once = shows_mean, warn_once
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._handle = register_optimizer_step_pre_hook(self._before_step)
 
@@ -56,7 +58,7 @@ class OtherSteps:
         within = is_within_backward()
         step = f"{type(optimizer).__name__}.step() of parameter {name!r}{' within backward' * within}"
         step = at_script_line(step, script_line())
-        if within or not self._shows_mean():
+        if not self._alone and (within or not self._shows_mean()):
             raise PrepareError(
                 f"{step}: session.prepare was not given this optimizer, so each worker would step by itself "
                 "and the workers' models would part; give session.prepare one optimizer for all parameters "
@@ -64,6 +66,7 @@ class OtherSteps:
             )
         self._warn_once(
             f"a step of {name!r} by another optimizer",
-            f"{step}: session.prepare was not given this optimizer, so its state is in no checkpoint and the "
-            "workers do not compare it; give session.prepare a list with both optimizers",
+            f"{step}: session.prepare was not given this optimizer, so its state is in no checkpoint, its "
+            "steps end no iteration and the workers do not compare it; give session.prepare a list with both "
+            "optimizers, or the inner one alone if one is within the other, as in SAM",
         )

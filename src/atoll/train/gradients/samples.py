@@ -45,6 +45,21 @@ class ContributionWeight(msgspec.Struct, frozen=True, gc=False):
         return said(self.weight, self.counts_alike, self.is_certain)
 
 
+class CountedBatch(msgspec.Struct, frozen=True, gc=False):
+    """The count of a batch that backward has reached.
+
+    Attributes:
+        samples: the number of samples for the mean; None: unknown.
+        basis: how certain `samples` is (core/weighing.py).
+        new: those that a sampler of the session gave and no backward had reached before; None if no sampler
+            of the session counts them. A script may call its model several times for one batch.
+    """
+
+    samples: float | None
+    basis: str = KNOWN
+    new: float | None = None
+
+
 class SampleCount:
     """The samples of the iteration under way: counted as backward reaches them, or given by `session.weight`.
 
@@ -63,14 +78,18 @@ class SampleCount:
         self._counted: float | None = None
         self._given: float | None = None
         self._basis = KNOWN  # of the counted samples
+        self._new: float | None = None  # as counted by the session's samplers
         self._used = False
         self.latest = 1.0
         self.unknown = 0.0
         self.guessed = False
 
-    def count(self, samples: float, basis: str = KNOWN) -> None:
+    def count(self, samples: float, basis: str = KNOWN, new: float | None = None) -> None:
+        """Count a batch, as `CountedBatch` describes it."""
         self._forget_used()
         self._counted = samples + (self._counted or 0.0)
+        if new is not None:
+            self._new = new + (self._new or 0.0)
         if basis != self._basis:
             self._basis = worst([self._basis, basis])
         self._weighs(self._counted if self._given is None else self._given)
@@ -96,12 +115,16 @@ class SampleCount:
         basis = KNOWN if self._given is not None else NONE if self._counted is None else self._basis
         weight = (1.0 if has_gradient else 0.0) if known is None else known
         samples = 0.0 if self._used else self._samples()
-        if has_gradient and not self._used and not samples and self.unknown:
+        is_unknown = not samples and self._new is None
+        if has_gradient and not self._used and is_unknown and self.unknown:
             samples, self.guessed = self.unknown, True
         return ContributionWeight(weight, samples, basis)
 
     def _samples(self) -> float:
-        """Return the samples for the records: a certain count, else the script's weight, else a guess."""
+        """Return the samples for records and schedules: as the session's samplers count them, else a certain
+        count, else the script's weight, else a guess."""
+        if self._new is not None:
+            return self._new
         if self._counted is None or self._basis != KNOWN:
             return self._given if self._given is not None else self._counted or 0.0
         return self._counted
@@ -115,6 +138,7 @@ class SampleCount:
     def reset(self) -> None:
         """Forget the samples: the iteration has ended."""
         self._counted, self._given, self._basis, self._used = None, None, KNOWN, False
+        self._new = None
 
     def _forget_used(self) -> None:
         if self._used:
