@@ -587,19 +587,24 @@ def test_garbage_is_dropped_and_counted(start: Callable[..., Run]) -> None:
     ],
 )
 def test_a_setup_that_makes_no_sense(changes: dict[str, Any], said: str) -> None:
-    model, cluster = Model(lambda p: torch.optim.SGD(p, lr=0.1), 1), Cluster(1, 1)
-    worker = Worker(cluster.addresses, 0, model)
+    """All who wait for it hear why at once, before and after; and a good one is taken then."""
+    model, cluster = Model(lambda p: torch.optim.SGD(p, lr=0.1), 1), Cluster(1, 3)
+    workers = worker, early, late = [Worker(cluster.addresses, rank, model) for rank in range(3)]
     try:
-        worker.send(0, model.setup(0, workers=1, **changes))
+        early.send(0, m.Ready(digest="d"))
+        worker.send(0, model.setup(0, workers=3, **changes))
         assert said in worker.refused()
-        worker.set_up(1)
-        worker.ready()
+        assert said in early.refused()
+        late.send(0, m.Ready(digest="d"))
+        assert said in late.refused()
+        worker.set_up(3)
+        for each in workers:
+            each.ready()
         worker.ask(0)
         worker.assert_has(worker.parameters(0))
     finally:
-        worker.close()
-        cluster.close()
-    assert not cluster.errors
+        for each in workers:
+            each.close()
 
 
 def test_a_setup_whose_values_do_not_all_come() -> None:

@@ -28,6 +28,7 @@ class SetUps:
         self.readies: dict[Life, int] = {}  # generation of a worker's latest Ready
         # Unanswered Readys by (worker, incarnation, member), each with its generation.
         self._waiting: dict[tuple[int, int, int], tuple[int, Ready]] = {}
+        self._refused = ("", "")  # the digest of the latest Setup if it was refused, and why
         self.handlers: dict[type, Handler] = {
             Setup: Handler(self._handle_setup, "a worker brings the Setup"),
             messages.SetChunk: Handler(self._handle_set_chunk),
@@ -57,6 +58,8 @@ class SetUps:
             return ""  # a duplicate
         made = self._made(setup)
         if isinstance(made, str):
+            if model is None:
+                self._refuse_alike(setup.digest, f"worker {heard.worker}'s model is refused: {made}")
             return made
         self._begin(made, who)
         self._setter_member = heard.hello.member
@@ -69,6 +72,16 @@ class SetUps:
         except Exception as error:  # the sender's mistake, such as a layout too large for memory
             return (str(error) or type(error).__name__).splitlines()[0]
 
+    def _refuse_alike(self, digest: str, reason: str) -> None:
+        """Refuse all workers that wait, or come to wait, for a set-up of this digest: it will not come."""
+        self._refused = digest, reason
+        for who, (_, ready) in list(self._waiting.items()):
+            peer = self._peers.member(*who)
+            if ready.digest == digest and peer is not None:
+                del self._waiting[who]
+                self.readies.pop(who[:2], None)
+                self._door.refuse(peer, reason, "Ready")
+
     def _trains_another(self) -> str:
         return f"this shard trains another model or optimizer, brought by worker {self.setter[0]}"
 
@@ -76,7 +89,7 @@ class SetUps:
         """Train this model from now on; `setter` brings its values."""
         setup = model.setup
         self._kept.abandon_snapshot()
-        self._training.model, self.setter = model, setter
+        self._training.model, self.setter, self._refused = model, setter, ("", "")
         self._lines.begin()
         self._kept.set_up()
         if self._log is not None:
@@ -109,6 +122,8 @@ class SetUps:
         brings = heard.life == self.setter and member == self._setter_member
         if model is not None and brings and not model.complete and (reason := model.finish()):
             return reason
+        if model is None and heard.message.digest == self._refused[0]:
+            return self._refused[1]
         generation = self.readies[heard.life] = self._next_of(heard.life, heard.message.number)
         self._waiting[heard.worker, heard.hello.incarnation, member] = generation, heard.message
         self._answer(model)
