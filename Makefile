@@ -55,7 +55,7 @@ $(RIVALS)/.ready: tests/rivals.txt constraints.txt $(READY)
 	@touch $(RIVALS)/.ready
 
 bench: $(READY)
-	@for script in benchmarks/overhead.py benchmarks/step.py benchmarks/ring.py benchmarks/ring_order.py benchmarks/footprint.py \
+	@for script in benchmarks/overhead.py benchmarks/step.py benchmarks/ring.py benchmarks/muon.py benchmarks/ring_order.py benchmarks/footprint.py \
 			benchmarks/server.py benchmarks/hub_scale.py benchmarks/many.py benchmarks/strangers.py \
 			benchmarks/consistency.py benchmarks/lab.py benchmarks/survival.py benchmarks/shares.py benchmarks/uneven.py \
 			benchmarks/losstime.py \
