@@ -43,6 +43,7 @@ _KINDS = {
     float: "number",
     bool: "`true` or `false`",
     str | dict[str, float]: "text, or a number for each worker",
+    int | dict[str, int]: "whole number, or one for each worker",
 }
 
 

@@ -34,12 +34,12 @@ SECONDS = 10.0  # for each sample of a worker at full speed, by a clock that the
 Result = tuple[list[np.ndarray[Any, Any]], list[int]]
 
 
-def config(shares: str | dict[str, float], strategy: str = "ring") -> Config:
+def config(shares: str | dict[str, float], strategy: str = "ring", caps: int | dict[str, int] = 0) -> Config:
     return Config(
         run=Run(strategy=strategy),
         chunks=Chunks(size="2KiB"),
         groups=Groups(count=0 if strategy in ("ring", "server") else 2),
-        sync=Sync(timeout="120s", global_batch=BATCH, shares=shares, consistency="bsp"),
+        sync=Sync(timeout="120s", global_batch=BATCH, shares=shares, memory_cap=caps, consistency="bsp"),
     )
 
 
@@ -235,6 +235,27 @@ def test_parts_that_are_given_hold_from_the_first_step(pool: WorkerPool) -> None
     assert set(steps[:10]) == {(12, 3, 9)}
 
 
+@pytest.mark.parametrize(
+    ("shares", "caps", "first"),
+    [
+        ("even", {"1": 3}, (11, 3, 10)),
+        ({"0": 0.5, "1": 0.125, "2": 0.375}, {"0": 6}, (6, 5, 13)),
+        ("auto", {"1": 9, "2": 13}, (8, 8, 8)),
+        ("auto", {"0": 4}, (4, 10, 10)),
+    ],
+)
+def test_no_part_is_above_a_worker_s_cap(
+    pool: WorkerPool, shares: str | dict[str, float], caps: dict[str, int], first: tuple[int, ...]
+) -> None:
+    how = config(shares, caps=caps)
+    steps = compare(pool.run(train, how, (12.0, 1.0, 1.0), 0, torch.float64, world=3), torch.float64)
+    assert steps[0] == first
+    for worker, cap in caps.items():
+        sizes = [step[int(worker)] for step in steps]
+        assert max(sizes) == cap, sizes  # which each reaches
+    assert (len(set(steps)) > 4) == (shares == "auto")
+
+
 def refused(place: Place, how: Config) -> str:
     with atoll.join(how, place=place) as session:
         try:
@@ -249,6 +270,7 @@ def refused(place: Place, how: Config) -> str:
     [
         ({"shares": "auto", "global_batch": 5}, "give each of 3 workers sync.least = 2"),
         ({"shares": "auto", "global_batch": 24, "memory_cap": 7}, "leaves 21 samples to 3 workers"),
+        ({"global_batch": 24, "memory_cap": {"0": 4, "1": 9, "2": 9}}, "leaves 22 samples to 3 workers"),
         ({"shares": {"0": 0.5, "1": 0.5}, "global_batch": 24}, "no part for worker 2"),
         ({"shares": {"0": 0.5, "1": 0.3, "2": 0.1, "3": 0.1}, "global_batch": 24}, "a part for worker 3"),
     ],

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from atoll.groups.shares import ShareChooser, SpeedModel, even, scaled, share_out
+from atoll.groups.shares import ShareChooser, SpeedModel, are_held, even, scaled, share_out
 
 SECONDS = st.floats(0, 5, allow_subnormal=False)
 EACH = st.floats(1e-4, 5, allow_subnormal=False)
@@ -21,41 +21,46 @@ def arrays(workers: list[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
     return fixed, each
 
 
-def one_by_one(total: int, fixed: np.ndarray, each: np.ndarray, least: int, most: int) -> float:
+def one_by_one(total: int, fixed: np.ndarray, each: np.ndarray, low: list[int], high: list[int]) -> float:
     """Give each sample to the worker that then finishes first; return when the last one finishes."""
-    parts = [least] * len(fixed)
-    ends = [(fixed[i] + each[i] * (least + 1), i) for i in range(len(fixed)) if least < most]
+    parts = list(low)
+    ends = [(fixed[i] + each[i] * (part + 1), i) for i, part in enumerate(parts) if part < high[i]]
     heapq.heapify(ends)
     for _ in range(total - sum(parts)):
         _, i = heapq.heappop(ends)
         parts[i] += 1
-        if parts[i] < most:
+        if parts[i] < high[i]:
             heapq.heappush(ends, (fixed[i] + each[i] * (parts[i] + 1), i))
     return max(fixed + each * np.array(parts))
 
 
-@given(WORKERS, st.integers(1, 300), st.integers(1, 3), st.integers(0, 60))
+CAPS = st.lists(st.integers(0, 60), min_size=12, max_size=12)  # of each worker; 0: none
+
+
+@given(WORKERS, st.integers(1, 300), st.integers(1, 3), st.integers(0, 60) | CAPS)
 @example([(0.0, 1.0)] * 7, 19, 3, 3)  # neither six nor seven workers can take them
-def test_no_sample_could_be_elsewhere_and_the_batch_end_earlier(workers, total, least, most):
+@example([(0.0, 1.0)] * 3, 5, 2, [1, 1, 0] * 4)  # whose memory holds fewer than the least
+def test_no_sample_could_be_elsewhere_and_the_batch_end_earlier(workers, total, least, caps):
     fixed, each = arrays(workers)
     count = len(workers)
-    most = most and max(most, least)
-    if most and most * count < total:
+    most = caps and max(caps, least) if isinstance(caps, int) else np.array(caps[:count])
+    limits = np.minimum(np.where(np.broadcast_to(most, count), most, total), total)
+    if limits.sum() < total:
         with pytest.raises(ValueError, match="at most"):
             share_out(total, fixed, each, least=least, most=most)
         return
     parts = share_out(total, fixed, each, least=least, most=most)
     assert parts.sum() == total
-    limit = most or total
-    assert parts.max() <= limit
+    assert (parts <= limits).all()
     if least * count > total:
         return
-    assert parts.min() >= least
+    low = np.minimum(least, limits)
+    assert (parts >= low).all()
     ends = fixed + each * parts
-    for i in np.flatnonzero(parts > least):
-        for j in np.flatnonzero(parts < limit):
+    for i in np.flatnonzero(parts > low):
+        for j in np.flatnonzero(parts < limits):
             assert i == j or fixed[j] + each[j] * (parts[j] + 1) >= ends[i] * (1 - 1e-9)
-    assert ends.max() == pytest.approx(one_by_one(total, fixed, each, least, limit))
+    assert ends.max() == pytest.approx(one_by_one(total, fixed, each, low.tolist(), limits.tolist()))
 
 
 @given(WORKERS, st.integers(1, 11), st.integers(2, 4))
@@ -94,6 +99,31 @@ def test_scaled_parts_are_the_least_or_none(parts, total, least):
     assert not found[np.array(parts) == 0].any()
     if total >= least * np.count_nonzero(parts):
         assert np.count_nonzero(found) == np.count_nonzero(parts)
+
+
+@given(PARTS, st.integers(0, 200), st.integers(0, 4), st.lists(st.integers(0, 60), min_size=9, max_size=9))
+@example([1, 1, 1], 8, 2, [1, 4, 0, *[0] * 6])  # what one may not take goes to all others
+def test_scaled_parts_are_within_the_caps_and_else_in_proportion(parts, total, least, caps):
+    given, most = np.array(parts), np.array(caps[: len(parts)])
+    if not are_held(total, given, most):
+        with pytest.raises(ValueError, match="at most"):
+            scaled(given, total, least, most)
+        return
+    found = scaled(given, total, least, most)
+    assert found.sum() == total
+    assert not found[given == 0].any()
+    assert (found <= np.where(most > 0, most, total)).all()
+    takers = np.count_nonzero(given)
+    if total < least * takers:
+        return
+    low = np.minimum(np.where(most > 0, most, total), least)
+    assert (found >= low)[given > 0].all()
+    # Two workers that are neither at the least nor at their cap have parts in proportion.
+    free = np.flatnonzero((given > 0) & (found > low) & (found < np.where(most > 0, most, total)))
+    for i in free:
+        for j in free:
+            exact = given[i] * (found[i] + found[j]) / (given[i] + given[j])
+            assert abs(found[i] - exact) < 1 + 1e-9
 
 
 def test_even_parts_are_those_of_a_deal_without_shares():

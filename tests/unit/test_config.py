@@ -91,6 +91,7 @@ def test_chunk_size() -> None:
 
 def test_toml_comes_back_equal(tmp_path: Path) -> None:
     given = ['run.directory=a "quoted" \\ path', "run.workers=7", "chunks.size=1KiB", "sync.nonfinite=allow"]
+    given += ["sync.memory_cap={0=96, 3=24}"]
     config = load_config(settings=given, environment={})
     assert load_config(write(tmp_path / "used.toml", to_toml(config))) == config
 
@@ -119,6 +120,10 @@ def test_toml_comes_back_equal(tmp_path: Path) -> None:
         ("sync.overlay=al", "--set sync.overlay=al: sync.overlay: no such choice 'al'; did you mean 'all'?"),
         ("sync.round_timeout=0", "--set sync.round_timeout=0: sync.round_timeout: must be more than 0"),
         ("sync.backoff=soon", "--set sync.backoff=soon: sync.backoff: 'soon' is not a span of time"),
+        ("sync.memory_cap=-1", "--set sync.memory_cap=-1: sync.memory_cap: -1 samples are no cap"),
+        ("sync.memory_cap={2=0}", "--set sync.memory_cap={2=0}: sync.memory_cap: the cap of worker 2 is 0"),
+        ("sync.memory_cap={a=2}", "--set sync.memory_cap={a=2}: sync.memory_cap: 'a' is no worker"),
+        ("sync.memory_cap={0=2.5}", "--set sync.memory_cap={0=2.5}: sync.memory_cap"),
         ("sync.nonfinite=Skip", "--set sync.nonfinite=Skip: sync.nonfinite: no such choice 'Skip'"),
     ],
 )

@@ -6,10 +6,12 @@ from functools import partial
 
 import pytest
 
-from atoll.core.errors import RunError
+from atoll.core.config import Sync
+from atoll.core.errors import RunError, UserError
 from atoll.groups.shares import even
 from atoll.train.data.sharereports import ShareReports
 from atoll.train.data.shares import ShareSchedule
+from atoll.train.data.sources import UnevenShares
 
 TOTAL = 64
 
@@ -51,7 +53,6 @@ class Crew:
     def _report(self, rank: int) -> ShareReports:
         return ShareReports(
             least=1,
-            most=0,
             waited=lambda: 0.0,
             chosen=lambda choice, reason, _change: self.lines.append(f"shares {choice} {reason}"),
             name_of=lambda rank: rank + 10,
@@ -159,3 +160,34 @@ def test_a_loader_that_is_given_batches_during_the_agreement_is_one_clear_line()
     batches.given += 2
     with pytest.raises(RunError, match="by another thread than the training loop's"):
         crew.reports[1].heard([sum(each) for each in zip(*said, strict=True)], 1)
+
+
+def test_caps_that_do_not_hold_a_batch_once_workers_are_lost_give_way_with_a_line() -> None:
+    lines: list[str] = []
+    sync = Sync(memory_cap={"1": 4, "2": 9, "3": 9})
+    shares = UnevenShares(sync, lambda world: [1, 2, 3][:world], None, lines.append, fixed=False)
+    schedule = shares.schedule(20, 3)
+    assert schedule is not None
+    assert schedule(0, 20, range(3)) == [4, 8, 8]
+    assert schedule(0, 7, range(3)) == [1, 3, 3]
+    # Two have batches of 5 and 8 in hand, and the third takes the rest, as far as its cap lets it.
+    assert schedule(0, 4, [0]) == [4]
+    assert schedule(0, 7, [0]) == [7]
+    schedule.reset(2)
+    assert schedule(0, 20, range(2)) == [10, 10]
+    (line,) = lines
+    assert line.startswith("sync.memory_cap leaves 13 samples to 2 workers, and sync.global_batch is 20")
+    schedule.reset(3)
+    assert schedule(0, 20, range(3)) == [4, 8, 8]
+    assert len(lines) == 1
+
+
+def test_a_cap_of_a_worker_that_is_not_there_is_refused_where_none_may_enter() -> None:
+    sync = Sync(memory_cap={"4": 4})
+    for fixed in (False, True):
+        shares = UnevenShares(sync, lambda world: list(range(world)), None, print, fixed=fixed)
+        if fixed:
+            with pytest.raises(UserError, match=r"memory_cap has a cap for worker 4, and the run has 2"):
+                shares.schedule(20, 2)
+        else:
+            assert shares.schedule(20, 2) is not None

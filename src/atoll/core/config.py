@@ -164,7 +164,9 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             which sum to 1: `{ 0 = 0.6, 1 = 0.4 }`.
         least: With `sync.shares` other than `even`, and under `peers`: the least samples of a worker that
             gets any. BatchNorm needs 2.
-        memory_cap: With `sync.shares` `auto`: the most samples of a worker. 0: no limit.
+        memory_cap: The most samples of a worker's part of a batch of `session.batches`, as its memory holds:
+            one number for all, or some workers' own, `{ 0 = 96, 3 = 24 }`. 0: no limit. Used as `sync.shares`
+            is.
         lazy: Strategy `server`: `step()` returns at once, and the next forward waits for the new parameters.
         uplink: Strategy `ps-hra`: the workers of a group that talk to the shards: the `leader`, drawn anew
             for each exchange, or all `members`, each for its own share.
@@ -199,7 +201,7 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     global_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**53)] = 0
     shares: str | dict[str, float] = "even"
     least: Annotated[int, msgspec.Meta(ge=1)] = 2
-    memory_cap: Annotated[int, msgspec.Meta(ge=0)] = 0
+    memory_cap: int | dict[str, int] = 0
     lazy: bool = False
     uplink: Uplink = "auto"
     staleness: Scaled = "weight"
@@ -551,6 +553,10 @@ def _convert(table: dict[str, Any], where: str) -> Config:
     except ConfigError as error:
         raise ConfigError(f"{where}: sync.shares: {error}") from None
     try:
+        _check_caps(config.sync.memory_cap)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: sync.memory_cap: {error}") from None
+    try:
         _ = config.link.high_share
     except ConfigError as error:
         raise ConfigError(f"{where}: link.high: {error}") from None
@@ -579,12 +585,28 @@ def _check_shares(shares: str | dict[str, float]) -> None:
             )
         return
     for worker, part in shares.items():
-        if not worker.isdecimal():
-            raise ConfigError(f"{worker!r} is no worker; workers are numbers from 0")
+        _check_worker(worker)
         if not 0 <= part <= 1:
             raise ConfigError(f"the part of worker {worker} is {part:g}; parts are from 0 to 1")
     if abs(sum(shares.values()) - 1) > 1e-6:
         raise ConfigError(f"the workers' parts sum to {sum(shares.values()):g}; they must sum to 1")
+
+
+def _check_caps(caps: int | dict[str, int]) -> None:
+    """Raise ConfigError, without the key's name, for caps that are none."""
+    if isinstance(caps, int) and caps < 0:
+        raise ConfigError(f"{caps} samples are no cap; give at least 1, or 0 for no limit")
+    for worker, cap in caps.items() if isinstance(caps, dict) else ():
+        _check_worker(worker)
+        if cap < 1:
+            raise ConfigError(
+                f"the cap of worker {worker} is {cap}; give at least 1, or leave the worker out for no limit"
+            )
+
+
+def _check_worker(worker: str) -> None:
+    if not worker.isdecimal():
+        raise ConfigError(f"{worker!r} is no worker; workers are numbers from 0")
 
 
 def _numbers_as_text(table: dict[str, Any]) -> dict[str, Any]:

@@ -64,7 +64,7 @@ EFFECTS: Mapping[str, Effect] = {
     "sync.global_tokens": _TOGETHER,
     "sync.shares": _TOGETHER,
     "sync.least": _BY_SPEED,
-    "sync.memory_cap": Effect((*_RINGS, *SERVED), when="sync.shares", values=("auto",)),
+    "sync.memory_cap": _TOGETHER,
     "sync.lazy": Effect(("server",)),
     "sync.uplink": _OF_GROUPS,
     "sync.staleness": _LATE_AT_SHARDS,

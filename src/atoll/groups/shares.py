@@ -138,34 +138,50 @@ class SpeedModel:
         self.fixed = np.maximum(self._seconds - self.each * self._samples, 0.0)
 
 
-def share_out(total: int, fixed: Floats, each: Floats, *, least: int = 1, most: int = 0) -> Whole:
+def share_out(total: int, fixed: Floats, each: Floats, *, least: int = 1, most: Whole | int = 0) -> Whole:
     """Return each worker's whole samples of `total`, so that the last worker finishes as early as it can.
 
     Of workers that finish alike, the lower one takes a sample. If there are too few samples for all, those
     that would finish last get none; where `most` needs them all the same, `least` gives way. Raises
-    ValueError if `most` samples of each are fewer than `total`.
+    ValueError if the workers' `most` samples together are fewer than `total`.
 
     Args:
         total: the samples.
         fixed: seconds of each worker that do not depend on samples, at least 0, (workers,).
         each: seconds for each sample, above 0, (workers,).
         least: the least samples of a worker that gets any.
-        most: the most samples of a worker; 0: no limit.
+        most: the most samples of each worker, (workers,), or of any; 0: no limit.
     """
-    workers, most = len(fixed), min(most or total, total)
-    if most * workers < total:
-        raise ValueError(f"{workers} workers take at most {most} samples each, and there are {total}")
+    workers, most = len(fixed), _limits(most, total, len(fixed))
+    able = min(workers, max(1, total // max(least, 1)), total)
+    if able == workers:
+        return _fill(total, fixed, each, np.minimum(min(least, total // max(1, workers)), most), most)
+    order = np.argsort(fixed + each * max(least, 1), kind="stable")
+    able = max(able, _needed(total, most[order])) if total else 0
     parts = np.zeros(workers, dtype=np.int64)
-    able = min(workers, max(-(-total // most), total // max(least, 1)), total)
-    if able < workers:  # in the order of their numbers again
-        chosen = np.sort(np.argsort(fixed + each * max(least, 1), kind="stable")[:able])
-        if able:
-            parts[chosen] = _fill(total, fixed[chosen], each[chosen], min(least, total // able), most)
-        return parts
-    return _fill(total, fixed, each, min(least, total // max(1, workers)), most)
+    chosen = np.sort(order[:able])  # in the order of their numbers again
+    if able:
+        low, high = np.minimum(min(least, total // able), most[chosen]), most[chosen]
+        parts[chosen] = _fill(total, fixed[chosen], each[chosen], low, high)
+    return parts
 
 
-def _fill(total: int, fixed: Floats, each: Floats, least: int, most: int) -> Whole:
+def _limits(most: Whole | int, total: int, workers: int) -> Whole:
+    """Return the most samples of each worker, (workers,). Raises ValueError if they hold fewer than
+    `total`."""
+    given = np.broadcast_to(np.asarray(most, dtype=np.int64), (workers,))
+    found = np.where(given > 0, np.minimum(given, total), total)
+    if (held := int(found.sum())) < total:
+        raise ValueError(f"{workers} workers take at most {held} samples together, and there are {total}")
+    return found
+
+
+def _needed(total: int, most: Whole) -> int:
+    """Return how many of the first workers, with their `most` samples, take `total` together."""
+    return int(np.searchsorted(np.cumsum(most), total)) + 1
+
+
+def _fill(total: int, fixed: Floats, each: Floats, least: Whole, most: Whole) -> Whole:
     """Return parts between `least` and `most`, for workers that can take `total` together."""
     time = _common_time(total, fixed, each, least, most)
     parts = np.clip(np.floor((time - fixed) / each), least, most).astype(np.int64)
@@ -185,7 +201,7 @@ def _fill(total: int, fixed: Floats, each: Floats, least: int, most: int) -> Who
     return parts
 
 
-def _common_time(total: int, fixed: Floats, each: Floats, least: int, most: int) -> float:
+def _common_time(total: int, fixed: Floats, each: Floats, least: Whole, most: Whole) -> float:
     """Return a time by which the workers finish at most `total` samples, and nearly that many."""
     low, high = float((fixed + each * least).min()), float((fixed + each * most).max())
     speeds = 1 / each
@@ -234,16 +250,19 @@ class ShareChange:
 class ShareChooser:
     """Chooses each worker's part of a batch of `total` samples from what the workers report.
 
-    Parts are even at first, and change only if the change pays for itself: by more than noise, and by more
-    than earlier changes have cost, within the time for which this one is expected to last.
+    Parts are even at first, as far as caps let them, and change only if the change pays for itself: by more
+    than noise, and by more than earlier changes have cost, within the time for which this one is expected to
+    last.
 
     Attributes:
         parts: the parts chosen last, (workers,).
     """
 
-    def __init__(self, workers: int, total: int, *, least: int = 1, most: int = 0) -> None:
+    def __init__(self, workers: int, total: int, *, least: int = 1, most: Whole | int = 0) -> None:
+        """Begin with even parts, of at most `most` samples of each worker, (workers,), or of any; 0: no
+        limit."""
         self._total, self._least, self._most = total, least, most
-        self.parts = even(total, workers)
+        self.parts = scaled(even(total, workers), total, least, most)
         self._model = SpeedModel(workers)
         self._since = 0  # iterations since the latest change
         self._changes = 0
@@ -285,30 +304,41 @@ def even(total: int, workers: int) -> Whole:
     return total // workers + (np.arange(workers) < total % workers).astype(np.int64)
 
 
-def scaled(parts: Whole, total: int, least: int = 0) -> Whole:
-    """Return parts of `total` samples in proportion to `parts`, each of at least `least` samples.
+def are_held(total: int, parts: Whole, most: Whole) -> bool:
+    """True if the workers that have a part take `total` samples with at most `most` each; 0: no limit."""
+    return int(np.where(most > 0, np.minimum(most, total), total)[parts > 0].sum()) >= total
 
-    If there are too few samples for all, some get none. Only whole numbers are computed with, so all workers
-    find the same, whatever their processors.
+
+def scaled(parts: Whole, total: int, least: int = 0, most: Whole | int = 0) -> Whole:
+    """Return parts of `total` samples in proportion to `parts`, each of at least `least` and at most `most`
+    samples, where 0 is no limit.
+
+    If there are too few samples for all, some get none; where `most` needs them all the same, `least` gives
+    way. Only whole numbers are computed with, so all workers find the same, whatever their processors. Raises
+    ValueError if the workers' `most` samples together are fewer than `total`.
     """
     found, takers = _in_proportion(parts, total), int((parts > 0).sum())
+    high = np.where(parts > 0, _limits(most, total, len(parts)), 0)
     few = (parts > 0 if total >= least * takers else found > 0) & (found < least)
-    if not few.any():
+    if not (few | (found > high)).any():
         return found
-    able = min(takers, max(1, total // least))
-    chosen = np.sort(np.argsort(-parts, kind="stable")[:able])
-    base = min(least, total // able)
-    found, left = np.zeros_like(parts), total
+    order = np.argsort(-parts, kind="stable")
+    if (held := int(high.sum())) < total:
+        raise ValueError(f"{takers} workers take at most {held} samples together, and there are {total}")
+    able = min(takers, max(1, total // max(1, least), _needed(total, high[order])))
+    chosen = np.sort(order[:able])
+    high, left = high[chosen], total
+    low, found = np.minimum(min(least, total // able), high), np.zeros_like(parts)
     while True:
         some = _in_proportion(parts[chosen], left)
-        low = some < base
-        found[chosen] = np.where(low, base, some)
-        if not low.any():
+        found[chosen] = limited = np.clip(some, low, high)
+        beyond = int(limited.sum()) - left
+        if not beyond:
             return found
-        chosen, left = (
-            chosen[~low],
-            left - base * int(low.sum()),
-        )  # others give it
+        # Those that take more than their proportion have it from the others, or those that take less give it.
+        done = limited > some if beyond > 0 else limited < some
+        left -= int(limited[done].sum())
+        chosen, low, high = chosen[~done], low[~done], high[~done]
 
 
 def _in_proportion(parts: Whole, total: int) -> Whole:

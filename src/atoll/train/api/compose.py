@@ -36,12 +36,10 @@ from atoll.train.checkpoint.resume import TrainingState
 from atoll.train.data.sharereports import ShareReports
 from atoll.train.data.sources import (
     DealtData,
-    GivenShares,
     LeasedData,
-    MakesSchedules,
-    MeasuredShares,
     NodesData,
     SamplerSource,
+    UnevenShares,
 )
 from atoll.train.gradients.memory import Around, ServedTiers, Tiers, by_itself
 from atoll.train.group.hierarchy import Hierarchy
@@ -279,9 +277,9 @@ def _with_ring(config: Config, place: Place, device: torch.device, member: HubRi
         own_group, around = partial(of_replica, replicas), replicated.around
 
     meter = Meter(device, workers, state)
-    dealing: MakesSchedules | None = None
+    dealing: UnevenShares | None = None
     reports: ShareReports | None = None
-    if ring is not None and replicas is None and config.sync.shares != "even":
+    if ring is not None and replicas is None:
         dealing, reports = _shares(
             config, lambda rank: ring.place.name_of(rank), device, meter, records, fixed=member is None
         )
@@ -350,8 +348,8 @@ def _shares(
     records: Records,
     *,
     fixed: bool,
-) -> tuple[MakesSchedules, ShareReports | None]:
-    """Return the maker of uneven shares, and the reports that it needs.
+) -> tuple[UnevenShares, ShareReports | None]:
+    """Return the maker of uneven shares, and the reports that it follows; None: it follows none.
 
     `name_of` returns a worker's name, given its rank. `fixed`: no member comes or goes.
     """
@@ -359,8 +357,8 @@ def _shares(
     def names(world: int) -> list[int]:
         return [name_of(rank) for rank in range(world)]
 
-    if isinstance(config.sync.shares, dict):
-        return GivenShares(config.sync, names, fixed=fixed), None
+    if config.sync.shares != "auto":
+        return UnevenShares(config.sync, names, None, records.warn, fixed=fixed), None
 
     def chosen(choice: str, reason: str, change: ShareChange) -> None:
         parts = dict(zip(names(len(change.parts)), change.parts.tolist(), strict=True))
@@ -370,13 +368,12 @@ def _shares(
     settle = None if device.type == "cpu" else lambda: torch.accelerator.current_stream(device).synchronize()
     reports = ShareReports(
         least=config.sync.least,
-        most=config.sync.memory_cap,
         waited=lambda: meter.seconds_waited,
         chosen=chosen,
         name_of=name_of,
         settle=settle,
     )
-    return MeasuredShares(config.sync, reports), reports
+    return UnevenShares(config.sync, names, reports, records.warn, fixed=fixed), reports
 
 
 def _with_peers(config: Config, device: torch.device, node: NodeWorker) -> Runtime:
@@ -473,9 +470,9 @@ def _with_shards(config: Config, place: Place, device: torch.device, service: Se
         return state.world if together or ring is not None else service.members or state.world
 
     meter = Meter(device, workers, state, service, ring)
-    dealing: MakesSchedules | None = None
+    dealing: UnevenShares | None = None
     reports: ShareReports | None = None
-    if together and config.sync.shares != "even":
+    if together:
         dealing, reports = _shares(config, entrance.name_of, device, meter, records, fixed=fixed)
     source: SamplerSource = DealtData(state, config.sync.least, dealing)
     if not together:

@@ -51,7 +51,6 @@ class ShareReports:
         self,
         *,
         least: int,
-        most: int,
         waited: Callable[[], float],
         chosen: Callable[[str, str, ShareChange], None],
         name_of: Callable[[int], int],
@@ -62,14 +61,13 @@ class ShareReports:
 
         Args:
             least: the least samples of a worker that gets any.
-            most: the most samples of a worker; 0: no limit.
             waited: returns the seconds that this worker has waited for others so far.
             chosen: records a choice: in words, the reason, and what changes.
             name_of: returns a worker's name, given its rank.
             settle: returns once the device has finished what was begun on it; None: nothing is.
             clock: the time, in seconds; None: time.perf_counter.
         """
-        self._least, self._most, self._waited, self._chosen = least, most, waited, chosen
+        self._least, self._waited, self._chosen = least, waited, chosen
         self._name_of, self._settle, self._clock = name_of, settle, clock
         self._sampler: SharedBatches | None = None
         self.forget()
@@ -150,7 +148,9 @@ class ShareReports:
     def _choose(self, seconds: Floats, samples: Floats) -> None:
         """Choose other parts if that pays; they are reported with the next iteration."""
         if self._chooser is None:
-            self._chooser = ShareChooser(len(seconds), self._total, least=self._least, most=self._most)
+            self._chooser = ShareChooser(
+                len(seconds), self._total, least=self._least, most=self._schedule.caps
+            )
         change = self._chooser.observe(seconds, samples)
         if change is None:
             return

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from atoll.core.errors import CheckpointError
-from atoll.groups.shares import Whole, scaled
+from atoll.groups.shares import Whole, are_held, scaled
 
 # (tick, samples, members) -> each member's number of samples, which add up to `samples`. The answer must be
 # equal on all members, and equal again for a tick that was dealt before.
@@ -24,6 +24,10 @@ class ShareSchedule:
         world: the number of members.
         least: the least samples of a member that gets any.
         forgotten: called when what was agreed is forgotten.
+        most: returns the most samples of each member, (members,), given their number; 0: no limit.
+
+    Attributes:
+        caps: what `most` has returned for the present members.
     """
 
     def __init__(
@@ -32,9 +36,10 @@ class ShareSchedule:
         world: int,
         least: int,
         forgotten: Callable[[], None] = lambda: None,
+        most: Callable[[int], Whole] = lambda members: np.zeros(members, dtype=np.int64),
     ) -> None:
-        self._first, self._least, self._forgotten = first, least, forgotten
-        self._set([0], [first(world)])
+        self._first, self._least, self._forgotten, self._most = first, least, forgotten, most
+        self._begin_with(world)
 
     def __call__(self, tick: int, samples: int, members: Sequence[int]) -> Sequence[int]:
         number = bisect_right(self._ticks, tick) - 1
@@ -43,18 +48,28 @@ class ShareSchedule:
             parts = parts[np.asarray(members)]
             if not parts.any():  # those with samples have this tick in hand already
                 parts = np.ones_like(parts)
-            some: list[int] = scaled(parts, samples, self._least).tolist()
-            return some
+            return self._scaled(parts, samples, np.asarray(members))
         # Nearly all ticks are whole batches, and a checkpoint asks for each tick of the epoch.
         found = self._found.get((number, samples))
         if found is None:
-            found = self._found[number, samples] = scaled(parts, samples, self._least).tolist()
+            found = self._found[number, samples] = self._scaled(parts, samples, np.arange(len(parts)))
+        return found
+
+    def _scaled(self, parts: Whole, samples: int, members: Whole) -> list[int]:
+        """Return the parts of `members` in a tick of `samples`. Caps that do not hold the tick give way."""
+        most = self.caps[members]
+        kept = most if are_held(samples, parts, most) else 0
+        found: list[int] = scaled(parts, samples, self._least, kept).tolist()
         return found
 
     def reset(self, world: int) -> None:
         """Forget what was agreed: a deal begins, with other members."""
-        self._set([0], [self._first(world)])
+        self._begin_with(world)
         self._forgotten()
+
+    def _begin_with(self, world: int) -> None:
+        self.caps = self._most(world)
+        self._set([0], [self._first(world)])
 
     def begin(self) -> None:
         """Let the latest parts hold from the first tick: a deal begins, with the same members."""
@@ -86,7 +101,10 @@ class ShareSchedule:
 
     def load(self, state: Sequence[Any]) -> None:
         """Take another member's `state`, which `check` has passed."""
-        self._set([tick for tick, _ in state], [np.array(parts, dtype=np.int64) for _, parts in state])
+        parts = [np.array(each, dtype=np.int64) for _, each in state]
+        if len(parts[0]) != len(self.caps):  # before this worker is a member: `reset` follows
+            self.caps = np.zeros_like(parts[0])
+        self._set([tick for tick, _ in state], parts)
 
     def _set(self, ticks: list[int], parts: list[Whole]) -> None:
         self._ticks, self._parts = ticks, parts

@@ -13,7 +13,7 @@ from atoll.axes.choices import Choices
 from atoll.axes.needs import check
 from atoll.core.config import Sync
 from atoll.core.errors import UserError
-from atoll.groups.shares import Whole, even, scaled
+from atoll.groups.shares import Whole, are_held, even, scaled
 from atoll.train.checkpoint.resume import AnySampler, TrainingState
 from atoll.train.data.costs import Costs
 from atoll.train.data.leased_sampler import LeasedBatches, LeasedSampler
@@ -54,78 +54,121 @@ class SamplerSource(Protocol):
         """Bring this worker to the place of the others, between two loops over a loader."""
 
 
-class MakesSchedules(Protocol):
-    """The maker of the schedules by which batches are dealt in uneven parts."""
+class UnevenShares:
+    """The maker of the schedules by which batches are dealt in uneven parts.
+
+    Parts are even, or those that the configuration gives each worker, or for the first batches alone follow
+    the workers' `reports` on their speed. No part is above the worker's cap.
+
+    Args:
+        sync: the configuration.
+        names: returns the members' names, by rank, given their number.
+        reports: the workers' reports; None: parts do not follow them.
+        warn: prints a line for people.
+        fixed: True if the members are those with which the run began.
+    """
+
+    def __init__(
+        self,
+        sync: Sync,
+        names: Callable[[int], list[int]],
+        reports: ShareReports | None,
+        warn: Callable[[str], None],
+        *,
+        fixed: bool,
+    ) -> None:
+        self._sync, self._names, self._reports, self._warn, self._fixed = sync, names, reports, warn, fixed
+        given = sync.shares if isinstance(sync.shares, dict) else {}
+        self._given = {int(name): part for name, part in given.items()}
+        self._least = 0 if sync.shares == "even" else sync.least
+        self._is_followed = False  # True once the reports are on the session's first batches
 
     def schedule(self, whole: int, world: int) -> ShareSchedule | None:
         """Return the schedule of batches of `whole` samples among `world` workers; None: even parts.
 
         Raises UserError for a batch that cannot be dealt as the configuration says.
         """
+        if self._sync.shares == "even" and not self._sync.memory_cap:
+            return None
+        if whole < world * self._least:
+            raise UserError(
+                f"sync.global_batch = {whole} is too small to give each of {world} workers sync.least = "
+                f"{self._least} samples: set sync.global_batch to {world * self._least} or more, or "
+                "sync.shares to even"
+            )
+        self._check_named(world)
+        most = self._most(world)
+        if line := self._is_beyond(whole, most, self._weights(world)):
+            raise UserError(f"{line}: raise the one, or lower the other")
+        reports = None if self._is_followed else self._reports
+        if reports is None and not self._given and not self._sync.memory_cap:
+            return None
+        forgotten = _nothing if reports is None else reports.forget
+        first, caps = partial(self._first, whole), partial(self._caps, whole)
+        return ShareSchedule(first, world, self._least, forgotten, caps)
 
     def follow(self, sampler: BatchesSampler, schedule: ShareSchedule, whole: int) -> None:
         """Note the sampler that deals by `schedule`."""
+        if self._reports is not None and not self._is_followed:
+            self._is_followed = True
+            self._reports.follow(sampler, schedule, whole)
 
-
-class GivenShares:
-    """Parts of a batch that the configuration gives each worker.
-
-    `names` returns the members' names, by rank. `fixed`: they are those with which the run began.
-    """
-
-    def __init__(self, sync: Sync, names: Callable[[int], list[int]], *, fixed: bool) -> None:
-        assert isinstance(sync.shares, dict)
-        self._least, self._names, self._fixed = sync.least, names, fixed
-        self._parts = {int(name): part for name, part in sync.shares.items()}
-
-    def schedule(self, whole: int, world: int) -> ShareSchedule | None:
-        _check_least(whole, world, self._least)
-        names = self._names(world)
-        if lacking := [name for name in names if name not in self._parts]:
+    def _check_named(self, world: int) -> None:
+        """Raise UserError if shares or caps are of other workers than there are."""
+        names, caps = self._names(world), caps_of(self._sync)
+        if self._given and (lacking := [name for name in names if name not in self._given]):
             raise UserError(
                 f"sync.shares has no part for worker {lacking[0]}; give each worker's, 0 for none"
             )
-        if self._fixed and (none := sorted(self._parts.keys() - set(names))):
-            raise UserError(f"sync.shares has a part for worker {none[0]}, and the run has {world} workers")
-        return ShareSchedule(partial(self._first, whole), world, self._least)
+        for key, what, named in (("shares", "part", self._given), ("memory_cap", "cap", caps)):
+            if self._fixed and (none := sorted(named.keys() - set(names))):
+                raise UserError(
+                    f"sync.{key} has a {what} for worker {none[0]}, and the run has {world} workers"
+                )
+
+    def _weights(self, world: int) -> Whole:
+        """Return the proportion of the workers' parts, (world,)."""
+        weights = [round(2**20 * self._given.get(name, 0)) for name in self._names(world)]
+        return np.array(weights if any(weights) else [1] * world, dtype=np.int64)
+
+    def _most(self, world: int) -> Whole:
+        """Return the most samples of each worker; 0: no limit."""
+        caps, cap = caps_of(self._sync), self._sync.memory_cap
+        all_alike = cap if isinstance(cap, int) else 0
+        return np.array([caps.get(name, all_alike) for name in self._names(world)], dtype=np.int64)
+
+    def _is_beyond(self, whole: int, most: Whole, weights: Whole) -> str:
+        """Return the line for caps that do not hold a batch of `whole` samples; empty if they do."""
+        if are_held(whole, weights, most):
+            return ""
+        held, takers, cap = int(most[weights > 0].sum()), int((weights > 0).sum()), self._sync.memory_cap
+        of = f" = {cap}" if isinstance(cap, int) else ""
+        return (
+            f"sync.memory_cap{of} leaves {held} samples to {takers} worker{'s' * (takers != 1)}, and "
+            f"sync.global_batch is {whole}"
+        )
+
+    def _caps(self, whole: int, world: int) -> Whole:
+        """Return the caps of a deal's workers; 0: no limit. None, with a line, if they do not hold a batch:
+        workers were lost, and may come back."""
+        most = self._most(world)
+        if line := self._is_beyond(whole, most, self._weights(world)):
+            self._warn(f"{line}: until more workers enter, parts are larger than the caps")
+            return np.zeros_like(most)
+        return most
 
     def _first(self, whole: int, world: int) -> Whole:
-        weights = np.array([round(2**20 * self._parts.get(name, 0)) for name in self._names(world)])
-        return scaled(weights, whole, self._least) if weights.any() else even(whole, world)
-
-    def follow(self, sampler: BatchesSampler, schedule: ShareSchedule, whole: int) -> None:
-        """Do nothing: parts do not change."""
+        weights, most = self._weights(world), self._most(world)
+        return scaled(weights, whole, self._least, most if are_held(whole, weights, most) else 0)
 
 
-class MeasuredShares:
-    """Parts of a batch by the workers' speeds, as their `reports` show them, for the first batches alone."""
-
-    def __init__(self, sync: Sync, reports: ShareReports) -> None:
-        self._sync, self._reports, self._is_used = sync, reports, False
-
-    def schedule(self, whole: int, world: int) -> ShareSchedule | None:
-        if self._is_used:
-            return None
-        cap = self._sync.memory_cap
-        _check_least(whole, world, self._sync.least)
-        if cap and cap * world < whole:
-            raise UserError(
-                f"sync.memory_cap = {cap} leaves {cap * world} samples to {world} workers, and "
-                f"sync.global_batch is {whole}: raise the one, or lower the other"
-            )
-        return ShareSchedule(partial(even, whole), world, self._sync.least, self._reports.forget)
-
-    def follow(self, sampler: BatchesSampler, schedule: ShareSchedule, whole: int) -> None:
-        self._is_used = True
-        self._reports.follow(sampler, schedule, whole)
+def caps_of(sync: Sync) -> dict[int, int]:
+    """Return the caps that the configuration gives single workers, by name."""
+    cap = sync.memory_cap
+    return {int(name): most for name, most in cap.items()} if isinstance(cap, dict) else {}
 
 
-def _check_least(whole: int, world: int, least: int) -> None:
-    if whole < world * least:
-        raise UserError(
-            f"sync.global_batch = {whole} is too small to give each of {world} workers sync.least = {least} "
-            f"samples: set sync.global_batch to {world * least} or more, or sync.shares to even"
-        )
+def _nothing() -> None: ...
 
 
 class DealtData:
@@ -135,7 +178,7 @@ class DealtData:
     such batches; None: all are even.
     """
 
-    def __init__(self, state: TrainingState, least: int, shares: MakesSchedules | None = None) -> None:
+    def __init__(self, state: TrainingState, least: int, shares: UnevenShares | None = None) -> None:
         self._state, self._least, self._shares = state, least, shares
 
     def sampler(self, dataset: Sized, order: Arguments, on_index: OnIndex) -> ShardedSampler:
