@@ -43,7 +43,7 @@ _KINDS = {
     float: "number",
     bool: "`true` or `false`",
     str | dict[str, float]: "text, or a number for each worker",
-    int | dict[str, int]: "whole number, or one for each worker",
+    int | str | dict[str, int]: "whole number, or one for each worker, or `auto`",
 }
 
 

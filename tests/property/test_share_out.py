@@ -257,3 +257,29 @@ def test_the_least_samples_are_kept():
             assert change.slowest == 2
             assert change.after < change.before
     assert chooser.parts.tolist() == [14, 14, 2]
+
+
+def test_a_cap_that_a_worker_finds_changes_its_part_at_once_and_holds():
+    chooser = ShareChooser(3, 30, least=2)
+    assert chooser.cap(np.array([0, 0, 0])) is None
+    assert chooser.cap(np.array([12, 0, 0])) is None  # more than its part
+    change = chooser.cap(np.array([12, 4, 0]))
+    assert change is not None
+    assert (change.parts.tolist(), change.capped, change.held) == ([12, 4, 14], 1, 30)
+    assert chooser.cap(np.array([12, 4, 0])) is None
+    for _ in range(12):  # of which the second is as fast as the others together
+        chooser.observe(np.array([0.1, 0.05, 0.1]) * chooser.parts, chooser.parts.astype(float))
+    assert chooser.parts[1] == 4
+    change = chooser.cap(np.array([12, 4, 7]))  # which hold 23
+    assert change is not None
+    assert (change.parts.tolist(), change.capped, change.held) == ([16, 5, 9], 2, 23)
+    assert chooser.observe(np.array([9.0, 0.1, 0.1]), chooser.parts.astype(float)) is None
+
+
+def test_parts_that_do_not_follow_speeds_follow_caps():
+    chooser = ShareChooser(3, 30, least=2, parts=np.array([15, 5, 10]), by_speed=False)
+    for _ in range(8):
+        assert chooser.observe(np.array([1.0, 9.0, 1.0]), chooser.parts.astype(float)) is None
+    change = chooser.cap(np.array([9, 0, 0]))
+    assert change is not None
+    assert change.parts.tolist() == [9, 7, 14]

@@ -121,6 +121,7 @@ def test_toml_comes_back_equal(tmp_path: Path) -> None:
         ("sync.round_timeout=0", "--set sync.round_timeout=0: sync.round_timeout: must be more than 0"),
         ("sync.backoff=soon", "--set sync.backoff=soon: sync.backoff: 'soon' is not a span of time"),
         ("sync.memory_cap=-1", "--set sync.memory_cap=-1: sync.memory_cap: -1 samples are no cap"),
+        ("sync.memory_cap=atuo", "--set sync.memory_cap=atuo: sync.memory_cap: no such choice 'atuo'; did"),
         ("sync.memory_cap={2=0}", "--set sync.memory_cap={2=0}: sync.memory_cap: the cap of worker 2 is 0"),
         ("sync.memory_cap={a=2}", "--set sync.memory_cap={a=2}: sync.memory_cap: 'a' is no worker"),
         ("sync.memory_cap={0=2.5}", "--set sync.memory_cap={0=2.5}: sync.memory_cap"),

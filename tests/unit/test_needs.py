@@ -318,6 +318,11 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         "memory.step: with atoll.memory.over chunks are stepped in host memory",
         "leave it at auto, or write host",
     ),
+    "memory-cap-tiers": (
+        Choices({"sync.memory_cap": "auto", "store": "tiered"}),
+        "sync.memory_cap auto computes a batch again that did not fit, and under budgets of memory a forward",
+        "give sync.memory_cap a number, or leave the budgets out",
+    ),
     "shares-sites": (
         Choices({"sync.shares": "auto", "sync": "bsp", "site": "paris"}),
         "sync.shares auto needs the speeds of all workers, and a site's shard hears of its own alone",

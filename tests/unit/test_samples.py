@@ -160,3 +160,27 @@ def test_each_weight_is_looked_at_where_one_is_far_beyond_the_others(workers: in
 def summed_up(weights: list[float]) -> Certainty:
     each = [said(weight, float(weight > 0), True) for weight in weights]
     return Certainty([sum(values) for values in zip(*each, strict=True)])
+
+
+def test_counts_go_back_to_a_mark_and_tell_what_came_since() -> None:
+    count = SampleCount()
+    count.count(8)
+    mark = count.mark()
+    assert count.since(mark) == 0
+    count.count(3)
+    assert count.since(mark) == 3
+    count.back_to(mark)
+    assert count.contribution(True).weight == 8
+    count.give(5)
+    assert count.since(mark) == 5
+    inside = count.mark()
+    count.count(2)  # the weight was given before, for this batch too
+    assert count.since(inside) == 2
+    count.give(0)
+    assert count.since(inside) == 0
+    assert count.contribution(True).weight == 5
+    count.use()
+    used = count.mark()
+    count.count(4)
+    assert count.since(used) == 4
+    assert SampleCount().since(SampleCount().mark()) is None

@@ -53,6 +53,7 @@ class Crew:
     def _report(self, rank: int) -> ShareReports:
         return ShareReports(
             least=1,
+            by_speed=True,
             waited=lambda: 0.0,
             chosen=lambda choice, reason, _change: self.lines.append(f"shares {choice} {reason}"),
             name_of=lambda rank: rank + 10,
@@ -191,3 +192,32 @@ def test_a_cap_of_a_worker_that_is_not_there_is_refused_where_none_may_enter() -
                 shares.schedule(20, 2)
         else:
             assert shares.schedule(20, 2) is not None
+
+
+@pytest.mark.parametrize("by_log", [False, True])
+def test_a_cap_that_a_worker_has_found_is_heard_by_all_and_kept_by_new_members(by_log: bool) -> None:
+    crew = Crew([0.01, 0.01, 0.01], ahead=[0, 2, 1], by_log=by_log)
+    crew.iterate()
+    crew.reports[1].lower(9)
+    steps = [crew.iterate() for _ in range(6)]
+    assert {sum(step) for step in steps} == {TOTAL}
+    assert steps[-1] in ([28, 9, 27], [27, 9, 28])
+    # Reported with the first of these, said with the next one; 2 batches were fetched by then.
+    assert steps.index(steps[-1]) == 4
+    (line,) = crew.lines
+    assert line.endswith("of 64 samples worker 11 has no memory for more")
+    for report, batches in zip(crew.reports, crew.batches, strict=True):
+        report.forget()
+        batches.schedule.reset(3)
+        batches.sizes, batches.made, batches.given = [], 0, 0
+    assert [crew.iterate() for _ in range(6)][-1][1] == 9
+
+
+def test_an_iteration_with_samples_that_are_computed_again_tells_nothing_of_speed() -> None:
+    crew = Crew([0.01, 0.04], ahead=[0, 0])
+    report = crew.reports[1]
+    crew.iterate()
+    crew.batches[1].next()
+    report.lower(60)
+    assert report.report()[:2] == [0.0, 0.0]
+    assert report.report()[4] == 60

@@ -519,6 +519,13 @@ def _of_models() -> Iterator[Need]:
         PrepareError,
     )
     yield Need(
+        "memory-cap-tiers",
+        prepare,
+        {"sync.memory_cap": Is("auto"), "store": IsNot("resident", None)},
+        "sync.memory_cap auto computes a batch again that did not fit, and under budgets of memory a forward "
+        "moves what it uses: give sync.memory_cap a number, or leave the budgets out",
+    )
+    yield Need(
         "shares-sites",
         prepare,
         {"sync.shares": Is("auto"), "sync": Is("bsp"), "site": Given()},

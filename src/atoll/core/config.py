@@ -68,6 +68,7 @@ Fill = Literal["zero", "last", "rescale"]
 Overlay = Literal["all", "own", "none"]
 PLAIN_CODEC = "float32"  # writes each dtype as it is
 SHARES = ("even", "auto")
+CAPS = ("auto",)
 CODECS: tuple[str, ...] = (PLAIN_CODEC, "bfloat16")
 # Codecs of other packages have entry points in this group (docs/own-codec.md).
 CODEC_GROUP = "atoll.codecs"
@@ -164,9 +165,11 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             which sum to 1: `{ 0 = 0.6, 1 = 0.4 }`.
         least: With `sync.shares` other than `even`, and under `peers`: the least samples of a worker that
             gets any. BatchNorm needs 2.
-        memory_cap: The most samples of a worker's part of a batch of `session.batches`, as its memory holds:
-            one number for all, or some workers' own, `{ 0 = 96, 3 = 24 }`. 0: no limit. Used as `sync.shares`
-            is.
+        memory_cap: The most samples that a worker's memory holds: of its part of a batch of
+            `session.batches`, where `sync.shares` acts, and of a piece of `session.pieces`. One number for
+            all, or some workers' own, `{ 0 = 96, 3 = 24 }`. 0: no limit. `auto`: with `session.pieces`, a
+            batch that does not fit is computed in pieces, and its worker gets no more from then on
+            ([shares.md](shares.md#memory)).
         lazy: Strategy `server`: `step()` returns at once, and the next forward waits for the new parameters.
         uplink: Strategy `ps-hra`: the workers of a group that talk to the shards: the `leader`, drawn anew
             for each exchange, or all `members`, each for its own share.
@@ -201,7 +204,7 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     global_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**53)] = 0
     shares: str | dict[str, float] = "even"
     least: Annotated[int, msgspec.Meta(ge=1)] = 2
-    memory_cap: int | dict[str, int] = 0
+    memory_cap: int | str | dict[str, int] = 0
     lazy: bool = False
     uplink: Uplink = "auto"
     staleness: Scaled = "weight"
@@ -592,8 +595,12 @@ def _check_shares(shares: str | dict[str, float]) -> None:
         raise ConfigError(f"the workers' parts sum to {sum(shares.values()):g}; they must sum to 1")
 
 
-def _check_caps(caps: int | dict[str, int]) -> None:
+def _check_caps(caps: int | str | dict[str, int]) -> None:
     """Raise ConfigError, without the key's name, for caps that are none."""
+    if isinstance(caps, str) and caps not in CAPS:
+        raise ConfigError(
+            f"{no_such_choice(caps, CAPS)}; or a number, or each worker's, {{ 0 = 96, 3 = 24 }}"
+        )
     if isinstance(caps, int) and caps < 0:
         raise ConfigError(f"{caps} samples are no cap; give at least 1, or 0 for no limit")
     for worker, cap in caps.items() if isinstance(caps, dict) else ():

@@ -41,7 +41,7 @@ _BY_SPEED = Effect((*_TOGETHER.strategies, "peers"), when="sync.consistency", va
 _LOSSY = Effect(SERVED, when="link.transport", values=("ltp",))
 
 # Under a strategy of another package these keys act as under `server`, all others as under `hierarchical`.
-_NOT_FROM_OUTSIDE = ("sync.codec", "sync.shares", "sync.least", "sync.memory_cap")
+_NOT_FROM_OUTSIDE = ("sync.codec", "sync.shares", "sync.least")
 
 EFFECTS: Mapping[str, Effect] = {
     "run.workers": _EVERYWHERE,
@@ -64,7 +64,7 @@ EFFECTS: Mapping[str, Effect] = {
     "sync.global_tokens": _TOGETHER,
     "sync.shares": _TOGETHER,
     "sync.least": _BY_SPEED,
-    "sync.memory_cap": _TOGETHER,
+    "sync.memory_cap": _EVERYWHERE,
     "sync.lazy": Effect(("server",)),
     "sync.uplink": _OF_GROUPS,
     "sync.staleness": _LATE_AT_SHARDS,

@@ -228,7 +228,7 @@ def _least_time(total: int, fixed: Floats, speeds: Floats) -> float:
 
 @dataclass(frozen=True)
 class ShareChange:
-    """A change of shares that pays for itself.
+    """A change of shares that pays for itself, or that caps ask for.
 
     Attributes:
         parts: each worker's samples of a whole batch.
@@ -236,33 +236,54 @@ class ShareChange:
         after: those of the slowest worker with it.
         slowest: the worker that is the slowest without the change.
         waits_for: the worker for which the others wait although it has the least samples; -1: none.
-        speeds: the samples a second that each worker is expected to compute with its part.
+        speeds: the samples a second that each worker is expected to compute with its part; 0: not known.
+        capped: the worker that has found its memory to hold fewer samples than its part; -1: none.
+        held: the samples of a batch that the workers' caps hold.
     """
 
     parts: Whole
     speeds: Floats
-    before: float
-    after: float
-    slowest: int
-    waits_for: int
+    before: float = 0.0
+    after: float = 0.0
+    slowest: int = -1
+    waits_for: int = -1
+    capped: int = -1
+    held: int = 0
 
 
 class ShareChooser:
     """Chooses each worker's part of a batch of `total` samples from what the workers report.
 
-    Parts are even at first, as far as caps let them, and change only if the change pays for itself: by more
-    than noise, and by more than earlier changes have cost, within the time for which this one is expected to
-    last.
+    Parts are even at first, and change only if the change pays for itself: by more than noise, and by more
+    than earlier changes have cost, within the time for which this one is expected to last.
 
     Attributes:
         parts: the parts chosen last, (workers,).
     """
 
-    def __init__(self, workers: int, total: int, *, least: int = 1, most: Whole | int = 0) -> None:
-        """Begin with even parts, of at most `most` samples of each worker, (workers,), or of any; 0: no
-        limit."""
-        self._total, self._least, self._most = total, least, most
-        self.parts = scaled(even(total, workers), total, least, most)
+    def __init__(
+        self,
+        workers: int,
+        total: int,
+        *,
+        least: int = 1,
+        most: Whole | None = None,
+        parts: Whole | None = None,
+        by_speed: bool = True,
+    ) -> None:
+        """Begin with some parts.
+
+        Args:
+            workers: the number of workers.
+            total: the samples of a batch.
+            least: the least samples of a worker that gets any.
+            most: the most samples of each worker, (workers,), where 0 is no limit; None: no limits.
+            parts: the parts, (workers,); None: even ones.
+            by_speed: True if parts follow speeds; else they change only as caps ask.
+        """
+        self._total, self._least, self._by_speed = total, least, by_speed
+        self._most = np.zeros(workers, dtype=np.int64) if most is None else most
+        self.parts = even(total, workers) if parts is None else parts
         self._model = SpeedModel(workers)
         self._since = 0  # iterations since the latest change
         self._changes = 0
@@ -277,7 +298,9 @@ class ShareChooser:
             beyond = float((seconds - self._model.seconds_for(samples)).max())
             self._cost = (self._cost + max(0.0, beyond)) / 2
         self._model.observe(seconds, samples)
-        if not self._model.is_known or (self._changes and self._since < _REST):
+        if not self._by_speed or not self._model.is_known or (self._changes and self._since < _REST):
+            return None
+        if not are_held(self._total, np.ones_like(self.parts), self._most):
             return None
         fixed, each = self._model.fixed, self._model.each
         now = self._model.seconds_for(self.parts)
@@ -297,6 +320,32 @@ class ShareChooser:
         others = float(np.delete(then, last).max())
         late = parts[last] <= self._least and after > others * (1 + _UNEVEN)
         return ShareChange(parts, parts / then, before, after, int(now.argmax()), last if late else -1)
+
+    def cap(self, most: Whole) -> ShareChange | None:
+        """Take the caps that workers have found, (workers,), where 0 is none; return the change of parts that
+        follows from them; None: none.
+
+        Where the caps together do not hold a batch, parts are in proportion to the caps.
+        """
+        known = self._most
+        self._most = np.where((most > 0) & ((known == 0) | (most < known)), most, known)
+        beyond = (self._most > 0) & (self.parts > self._most)
+        if np.array_equal(self._most, known) or not beyond.any():
+            return None
+        held = are_held(self._total, self.parts, self._most)
+        if not held:
+            parts = scaled(np.where(self.parts > 0, self._most, 0), self._total, self._least)
+        elif self._by_speed and self._model.is_known:
+            fixed, each = self._model.fixed, self._model.each
+            parts = share_out(self._total, fixed, each, least=self._least, most=self._most)
+        else:
+            parts = scaled(self.parts, self._total, self._least, self._most)
+        then = self._model.seconds_for(parts)
+        speeds = np.divide(parts, then, out=np.zeros(len(parts)), where=then > 0)
+        self.parts, self._since, self._untried = parts, 0, True
+        self._changes += self._by_speed
+        held_in_all = self._total if held else int(self._most[parts > 0].sum())
+        return ShareChange(parts, speeds, capped=int(beyond.argmax()), held=held_in_all)
 
 
 def even(total: int, workers: int) -> Whole:

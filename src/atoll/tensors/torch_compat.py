@@ -11,6 +11,7 @@ function that needs it raises a UserError that names both. Nothing here fails la
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections import OrderedDict
@@ -131,6 +132,49 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
     `torch.autograd.Variable._execution_engine.queue_callback`, 2.8 to 2.13. Public way: none.
     """
     torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+@_needs("torch._C._autograd._get_sequence_nr")
+def next_node() -> int:
+    """Return a number that rises with each node of a graph that this thread makes; see `release_graphs`.
+
+    Private: `torch._C._autograd._get_sequence_nr`, 2.8 to 2.13. Public way: none.
+    """
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
+@_needs("torch._C._autograd._get_sequence_nr")
+def release_graphs(ends: Iterable[Node], since: int) -> None:
+    """Free the tensors that graphs have saved for a backward, which will not be made: those of the nodes that
+    lead to `ends` and were made when `next_node` had been `since`, or later.
+
+    Private: `torch.autograd.graph.Node._sequence_nr`, the number of `next_node`, and a node's attributes
+    `_raw_saved_*`, the tensors that it has saved; `register_hooks` packs these anew, as torch's notes on
+    autograd say. 2.8 to 2.13. Public way: none to free a graph to which a variable still refers.
+    """
+    left: list[Node | None] = list(ends)
+    seen: set[Node] = set()
+    while left:
+        node: Any = left.pop()
+        if node is None or node in seen or node._sequence_nr() < since:
+            continue
+        seen.add(node)
+        left.extend(before for before, _ in node.next_functions)
+        for name in dir(node):
+            if name.startswith("_raw_saved_"):
+                with contextlib.suppress(RuntimeError):  # freed already
+                    saved = getattr(node, name)
+                    for each in saved if isinstance(saved, (tuple, list)) else (saved,):
+                        with contextlib.suppress(RuntimeError):  # no tensor, or one that hooks have packed
+                            each.register_hooks(_free, _freed)
+
+
+def _free(_saved: Tensor) -> None: ...
+
+
+def _freed(_nothing: None) -> Tensor:
+    raise RuntimeError("this graph was freed: memory had run out, and its batch was computed again")
 
 
 @_needs("torch._C._autograd._top_saved_tensors_default_hooks")

@@ -16,7 +16,7 @@ from atoll.wire.workerstand import WorkerStand
 
 # Workers' reports on their speed (train/data/sharereports.py), by worker.
 Speeds: TypeAlias = Annotated[
-    dict[Count, Annotated[list[float], Meta(min_length=4, max_length=4100)]], Meta(max_length=4096)
+    dict[Count, Annotated[list[float], Meta(min_length=5, max_length=4101)]], Meta(max_length=4096)
 ]
 
 
@@ -118,7 +118,7 @@ class Commit(Message, frozen=True):
     alike: Weight = 1.0  # its weight where all workers count equally: the number of workers in it
     members: Annotated[list[Count], Meta(max_length=4096)] = []  # of a group: whose gradients it has
     more: bool = False  # BSP: the contributor has a further batch of its own data in this epoch
-    speeds: Speeds = {}  # BSP, with `sync.shares` auto: reports of the workers whose gradients it has
+    speeds: Speeds = {}  # BSP, with `sync.shares` or `sync.memory_cap` auto: the reports of its workers
     optimizer: Count = 0  # asynchronous modes: the model's optimizer that steps, by its place in Setup
 
 

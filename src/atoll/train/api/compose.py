@@ -348,16 +348,19 @@ def _shares(
     records: Records,
     *,
     fixed: bool,
+    site: str = "",
 ) -> tuple[UnevenShares, ShareReports | None]:
     """Return the maker of uneven shares, and the reports that it follows; None: it follows none.
 
-    `name_of` returns a worker's name, given its rank. `fixed`: no member comes or goes.
+    `name_of` returns a worker's name, given its rank. `fixed`: no member comes or goes. At a `site` workers
+    hear of their own site's alone.
     """
 
     def names(world: int) -> list[int]:
         return [name_of(rank) for rank in range(world)]
 
-    if config.sync.shares != "auto":
+    by_speed = config.sync.shares == "auto"
+    if not by_speed and (config.sync.memory_cap != "auto" or site):
         return UnevenShares(config.sync, names, None, records.warn, fixed=fixed), None
 
     def chosen(choice: str, reason: str, change: ShareChange) -> None:
@@ -367,7 +370,8 @@ def _shares(
 
     settle = None if device.type == "cpu" else lambda: torch.accelerator.current_stream(device).synchronize()
     reports = ShareReports(
-        least=config.sync.least,
+        least=0 if config.sync.shares == "even" else config.sync.least,
+        by_speed=by_speed,
         waited=lambda: meter.seconds_waited,
         chosen=chosen,
         name_of=name_of,
@@ -473,7 +477,8 @@ def _with_shards(config: Config, place: Place, device: torch.device, service: Se
     dealing: UnevenShares | None = None
     reports: ShareReports | None = None
     if together:
-        dealing, reports = _shares(config, entrance.name_of, device, meter, records, fixed=fixed)
+        name_of, site = entrance.name_of, service.site
+        dealing, reports = _shares(config, name_of, device, meter, records, fixed=fixed, site=site)
     source: SamplerSource = DealtData(state, config.sync.least, dealing)
     if not together:
         # In ssp, and at a site, others may wait for this worker to go on, so it must not wait for data.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.core.config import Config
-from atoll.core.errors import BindingError, NonFiniteGradientError, PrepareError
+from atoll.core.errors import BindingError, NonFiniteGradientError, PrepareError, UserError
 from atoll.core.scriptline import at_script_line, script_line
 from atoll.core.stands import Epoch
 from atoll.exchange.sentgroups import sent_groups
@@ -218,6 +218,9 @@ class Prepared:
         lies.take_values(workers, self.module, others)
         workers.take_from_first(self.module.buffers(), "worker 0's buffers")
         self.buffers = ModelBuffers(self.module)
+        # A batch is one piece if gradients lie in tiers, or a forward sums statistics over the workers.
+        joint = any(isinstance(part, nn.SyncBatchNorm) for part in self.module.modules())
+        self.is_whole = tiers is not None or (joint and not workers.alone)
         self.norm = GradientNorm(self.parameters)
         self._trained_chunks = trained
         self.trained = {name for chunk in trained for name in chunk.names}
@@ -510,6 +513,11 @@ class Prepared:
     def before_step(self, of: StepSet) -> None:
         """Check the model, and have its gradients reduced, before an optimizer steps."""
         self._check_homes()
+        if self._backward.in_piece:
+            raise UserError(
+                f"{type(of.optimizer).__name__}.step() was called inside a piece of session.pieces, when "
+                "gradients of the batch's other pieces are missing; call it after the loop over the pieces"
+            )
         if self._others and is_within_backward():
             raise PrepareError(
                 f"{type(of.optimizer).__name__}.step() was called within backward, when the mean over the "

@@ -34,6 +34,7 @@ from atoll.train.api.leaving import Leaving
 from atoll.train.api.maskcheck import MaskCheck
 from atoll.train.api.models import Models
 from atoll.train.api.origin import origin_of
+from atoll.train.api.pieces import Pieces
 from atoll.train.api.place import Group, Place
 from atoll.train.api.prepared import Prepared
 from atoll.train.api.schedules import Schedules
@@ -49,6 +50,7 @@ from atoll.train.data.owndata import OwnData
 from atoll.train.data.passes import Passes
 from atoll.train.data.peerssampler import PeerBatches
 from atoll.train.data.sampler import BatchesSampler, ShardedSampler
+from atoll.train.data.sources import cap_of
 from atoll.train.gradients.backward import BackwardEnd
 from atoll.train.members.meetings import Reduction
 from atoll.train.members.workers import Value
@@ -101,6 +103,15 @@ class Session:
         self._checkpoints = Checkpoints(runtime, self._collectives, masks, aside)
         self._passes = Passes()
         self._batches = SampledBatches(runtime.state, self._passes, runtime.shares)
+        self._pieces = Pieces(
+            runtime.state.prepared,
+            self._backward,
+            self._batches,
+            runtime.device,
+            cap=cap_of(config.sync, runtime.workers.place.name),
+            finds=config.sync.memory_cap == "auto",
+            lowered=self._lowered,
+        )
         self._more = MoreData(heard=runtime.others in ("local", "shards"))
         self._own_data = OwnData(
             self._more,
@@ -276,6 +287,36 @@ class Session:
         whose optimizer steps elsewhere refuse it in `prepare` (docs/how-to/ema.md).
         """
         return self._averages.add(model, decay, [each.module for each in self._state.prepared])
+
+    def pieces(self, batch: Any) -> Iterator[AbstractContextManager[Any]]:
+        """Return the pieces of a batch, each a context that gives the piece: the batch itself, or several
+        parts of it if it does not fit into memory.
+
+            for x, y in loader:
+                for piece in session.pieces((x, y)):
+                    with piece as (x, y):
+                        loss = loss_of(model(x), y)
+                        loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        With `sync.memory_cap = "auto"`, an error that memory has run out, in a piece's forward or backward,
+        ends there. What the piece has left is dropped, and its samples come again in smaller pieces. Their
+        gradients add up to the gradient of the mean over the batch. From then on this worker gets at most as
+        many samples as fit, in batches of `session.batches`. A batch above a cap that is given is cut at
+        once.
+
+        A batch is a tensor, or a structure of tensors and of lists with an entry for each sample
+        (docs/shares.md, "Memory"). Leave what follows the backward, such as `optimizer.step()`, outside of
+        this loop.
+        """
+        return self._pieces.of(batch)
+
+    def _lowered(self, cap: int, line: str) -> None:
+        """Tell people, and the other workers, that this worker's cap is lower."""
+        self._records.warn(f"worker {self._workers.place.name} {line}")
+        if self._runtime.shares is not None:
+            self._runtime.shares.lower(cap)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which `backward()` only accumulates this worker's gradients.

@@ -71,6 +71,19 @@ class ModelBuffers:
         pairs = enumerate(zip(now, differ, strict=True))
         return [float(changed) if self._is_usual(index, each) else _ODD for index, (each, changed) in pairs]
 
+    def copies(self) -> list[tuple[Tensor | None, Tensor | None]]:
+        """Return the buffers as they are now, each with a copy if it is not large, for `put_back`."""
+        return [(each, _whole_copy(each)) for each in self._now()]
+
+    @torch.no_grad()
+    def put_back(self, copies: Sequence[tuple[Tensor | None, Tensor | None]]) -> None:
+        """Let the buffers be those of `copies`, and have the values that were copied."""
+        for (held, key), (buffer, values) in zip(self._places, copies, strict=True):
+            if held.get(key) is not buffer:
+                held[key] = buffer
+            if buffer is not None and values is not None:
+                buffer.copy_(values)
+
     def named(self) -> dict[str, Tensor]:
         """Return the buffers that exist now, by name."""
         return {n: each for n, each in zip(self.names, self._now(), strict=True) if each is not None}
@@ -115,6 +128,10 @@ def _differs(now: Tensor | None, seen: tuple[Tensor | None, int, Tensor | None])
 
 def _copy_of(buffer: Tensor | None) -> Tensor | None:
     return None if buffer is None else _compared(buffer).clone()
+
+
+def _whole_copy(buffer: Tensor | None) -> Tensor | None:
+    return None if buffer is None or buffer.numel() > _COMPARED else buffer.clone()
 
 
 def _compared(buffer: Tensor) -> Tensor:

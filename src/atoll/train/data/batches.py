@@ -23,6 +23,9 @@ class SampledBatches:
         self._state, self._passes = state, passes
         self._sampling: AnySampler | None = None  # the sampler that gave the latest index
         self._trains_on: AnySampler | None = None  # the first sampler on whose batches the model trained
+        self._piece = 0.0  # the samples of the present piece of a batch whose size is certain
+        self._seen = self._new = 0.0  # samples of the present piece, and those of them that are new
+        self._repeated = self._renewed = 0.0  # the same of pieces that are computed again
 
     def given_by(self, sampler: AnySampler) -> None:
         """Note that `sampler` is about to give an index: the next forward's samples are from it."""
@@ -30,6 +33,21 @@ class SampledBatches:
         if sampler.resumed:
             # A DataLoader draws a random number when it starts; an uninterrupted run drew it long ago.
             self._state.restore_random_once()
+
+    def expected(self) -> set[float]:
+        """Return the possible sizes of the next batch, as far as its sampler knows."""
+        return self._sampling.next_sizes() if self._sampling is not None else set()
+
+    def begin_piece(self, samples: float) -> None:
+        """Note that the script is given a piece of a batch. 0 `samples`: its size is not certain."""
+        self._piece, self._seen, self._new = samples, 0.0, 0.0
+
+    def end_piece(self, *, again: bool) -> None:
+        """Note the piece's end. `again`: it is computed again, and what it has counted counts once."""
+        if again:
+            self._repeated += self._seen
+            self._renewed += self._new
+        self._piece = 0.0
 
     def forward(self) -> None:
         self._passes.forward()
@@ -43,11 +61,19 @@ class SampledBatches:
         if sampler is not None:
             self._trains_on = self._trains_on or sampler
             sizes = sampler.next_sizes()
-            if samples not in sizes:
-                samples = next((each for each in seen.instead if each in sizes), samples)
-            certain = certain or samples in sizes
+            possible = sizes | {self._piece} if self._piece else sizes
+            if samples not in possible:
+                samples = next((each for each in seen.instead if each in possible), samples)
+            certain = certain or samples in possible
+            self._seen += samples
             taken = self._passes.over(sampler)
-            if taken is None:
+            if self._repeated:
+                self._repeated = max(0.0, self._repeated - samples)
+                if taken is not None:
+                    new = min(samples, self._renewed) * taken.share
+                    self._renewed -= new
+                    samples *= taken.share
+            elif taken is None:
                 samples = sampler.count(samples)
             elif reached := taken.reach(samples, sizes):
                 new = sampler.count(reached)
@@ -57,6 +83,7 @@ class SampledBatches:
                 new = 0.0
                 certain = certain or samples == taken.size
                 samples *= taken.share
+            self._new += new or 0.0
         return CountedBatch(samples, KNOWN if certain else GUESSED, new)
 
     def epoch(self) -> Epoch:

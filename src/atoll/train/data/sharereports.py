@@ -20,7 +20,7 @@ from atoll.core.errors import RunError
 from atoll.groups.shares import Floats, ShareChange, ShareChooser, Whole
 from atoll.train.data.shares import ShareSchedule
 
-_OWN = 4  # values of a worker's report: seconds, samples, given ticks, epoch + 1
+_OWN = 5  # values of a worker's report: seconds, samples, given ticks, epoch + 1, cap
 _FIELDS = _OWN + 1  # on a ring also each worker's part, as worker 0 has chosen it
 _FEW = 16  # workers whose parts a decision lists one by one
 
@@ -51,6 +51,7 @@ class ShareReports:
         self,
         *,
         least: int,
+        by_speed: bool,
         waited: Callable[[], float],
         chosen: Callable[[str, str, ShareChange], None],
         name_of: Callable[[int], int],
@@ -61,21 +62,28 @@ class ShareReports:
 
         Args:
             least: the least samples of a worker that gets any.
+            by_speed: True if parts follow speeds; else only the caps that workers find.
             waited: returns the seconds that this worker has waited for others so far.
             chosen: records a choice: in words, the reason, and what changes.
             name_of: returns a worker's name, given its rank.
             settle: returns once the device has finished what was begun on it; None: nothing is.
             clock: the time, in seconds; None: time.perf_counter.
         """
-        self._least, self._waited, self._chosen = least, waited, chosen
+        self._least, self._by_speed, self._waited, self._chosen = least, by_speed, waited, chosen
         self._name_of, self._settle, self._clock = name_of, settle, clock
         self._sampler: SharedBatches | None = None
+        self._cap = 0  # the most samples that this worker's memory holds, once it has found out
+        self._is_odd = False  # True in an iteration whose seconds tell nothing of the worker's speed
         self.forget()
 
     def follow(self, sampler: SharedBatches, schedule: ShareSchedule, total: int) -> None:
         """Report on the batches of `sampler`, of `total` samples, and change its `schedule`."""
         self._sampler, self._schedule, self._total = sampler, schedule, total
         self.forget()
+
+    def lower(self, cap: int) -> None:
+        """Report from now on that this worker's memory holds `cap` samples. It has computed some again."""
+        self._cap, self._is_odd = cap, True
 
     def forget(self) -> None:
         """Begin anew: the members have changed, or a checkpoint was loaded."""
@@ -85,8 +93,8 @@ class ShareReports:
         self._taken: float | None = None  # seconds of this iteration, once its last gradients leave
 
     def report(self) -> list[float]:
-        """Return this worker's report: its seconds, samples, given ticks and epoch + 1, then all workers'
-        parts if it has chosen others. Empty: there are no batches to report on."""
+        """Return this worker's report: its seconds, samples, given ticks, epoch + 1 and cap, then all
+        workers' parts if it has chosen others. Empty: there are no batches to report on."""
         sampler = self._sampler
         if sampler is None:
             return []
@@ -95,9 +103,10 @@ class ShareReports:
                 self._settle()
             self._taken = 0.0 if self._mark is None else self._now() - self._mark
         ticks, samples = sampler.under_way()
-        own = [max(0.0, self._taken / ticks), samples / ticks] if ticks else [0.0, 0.0]
+        known = bool(ticks) and not self._is_odd
+        own = [max(0.0, self._taken / ticks), samples / ticks] if known else [0.0, 0.0]
         chosen = [] if self._choice is None else map(float, self._choice.parts)
-        return [*own, float(sampler.given), float(sampler.epoch + 1), *chosen]
+        return [*own, float(sampler.given), float(sampler.epoch + 1), float(self._cap), *chosen]
 
     def said(self, rank: int, world: int) -> list[float]:
         """Return this worker's report for a ring; the sum of all workers' reports has each in its place."""
@@ -126,7 +135,7 @@ class ShareReports:
 
     def _take(self, fields: Floats, parts: Whole, is_first: bool) -> None:
         """Take the workers' values, (_OWN, workers), and the parts that worker 0 has chosen, if any."""
-        self._mark, self._taken = self._now(), None
+        self._mark, self._taken, self._is_odd = self._now(), None, False
         world, sampler = fields.shape[1], self._sampler
         if sampler is None or sampler.world != world or world < 2:
             return
@@ -143,22 +152,33 @@ class ShareReports:
             self._schedule.change(tick, parts)
             self._choice = None
         if is_first:
-            self._choose(fields[0], fields[1])
+            self._choose(fields[0], fields[1], fields[4].astype(np.int64))
 
-    def _choose(self, seconds: Floats, samples: Floats) -> None:
-        """Choose other parts if that pays; they are reported with the next iteration."""
+    def _choose(self, seconds: Floats, samples: Floats, caps: Whole) -> None:
+        """Choose other parts if that pays, or caps ask for it; they are reported with the next iteration."""
         if self._chooser is None:
             self._chooser = ShareChooser(
-                len(seconds), self._total, least=self._least, most=self._schedule.caps
+                len(seconds),
+                self._total,
+                least=self._least,
+                most=self._schedule.caps,
+                parts=self._schedule.latest,
+                by_speed=self._by_speed,
             )
         change = self._chooser.observe(seconds, samples)
+        change = self._chooser.cap(caps) or change
         if change is None:
             return
         self._choice = change
-        reason = (
-            f"worker {self._name_of(change.slowest)} would finish after {change.before:.3g} s, and now the "
-            f"last one does after {change.after:.3g} s"
-        )
+        if change.capped >= 0:
+            reason = f"worker {self._name_of(change.capped)} has no memory for more"
+            if change.held < self._total:
+                reason += f"; all caps hold {change.held} samples, and larger parts are computed in pieces"
+        else:
+            reason = (
+                f"worker {self._name_of(change.slowest)} would finish after {change.before:.3g} s, and now "
+                f"the last one does after {change.after:.3g} s"
+            )
         if change.waits_for >= 0:
             name = self._name_of(change.waits_for)
             reason += f"; worker {name} takes longer than the others even for {self._least} samples"

@@ -62,6 +62,11 @@ class ShareSchedule:
         found: list[int] = scaled(parts, samples, self._least, kept).tolist()
         return found
 
+    @property
+    def latest(self) -> Whole:
+        """The parts that were agreed on last, (members,)."""
+        return self._parts[-1]
+
     def reset(self, world: int) -> None:
         """Forget what was agreed: a deal begins, with other members."""
         self._begin_with(world)

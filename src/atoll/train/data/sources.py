@@ -101,7 +101,7 @@ class UnevenShares:
         if line := self._is_beyond(whole, most, self._weights(world)):
             raise UserError(f"{line}: raise the one, or lower the other")
         reports = None if self._is_followed else self._reports
-        if reports is None and not self._given and not self._sync.memory_cap:
+        if reports is None and not self._given and self._sync.memory_cap in (0, "auto"):
             return None
         forgotten = _nothing if reports is None else reports.forget
         first, caps = partial(self._first, whole), partial(self._caps, whole)
@@ -115,13 +115,14 @@ class UnevenShares:
 
     def _check_named(self, world: int) -> None:
         """Raise UserError if shares or caps are of other workers than there are."""
-        names, caps = self._names(world), caps_of(self._sync)
+        names, caps = self._names(world), self._sync.memory_cap
+        capped = set(map(int, caps)) if isinstance(caps, dict) else set()
         if self._given and (lacking := [name for name in names if name not in self._given]):
             raise UserError(
                 f"sync.shares has no part for worker {lacking[0]}; give each worker's, 0 for none"
             )
-        for key, what, named in (("shares", "part", self._given), ("memory_cap", "cap", caps)):
-            if self._fixed and (none := sorted(named.keys() - set(names))):
+        for key, what, named in (("shares", "part", set(self._given)), ("memory_cap", "cap", capped)):
+            if self._fixed and (none := sorted(named - set(names))):
                 raise UserError(
                     f"sync.{key} has a {what} for worker {none[0]}, and the run has {world} workers"
                 )
@@ -133,9 +134,7 @@ class UnevenShares:
 
     def _most(self, world: int) -> Whole:
         """Return the most samples of each worker; 0: no limit."""
-        caps, cap = caps_of(self._sync), self._sync.memory_cap
-        all_alike = cap if isinstance(cap, int) else 0
-        return np.array([caps.get(name, all_alike) for name in self._names(world)], dtype=np.int64)
+        return np.array([cap_of(self._sync, name) for name in self._names(world)], dtype=np.int64)
 
     def _is_beyond(self, whole: int, most: Whole, weights: Whole) -> str:
         """Return the line for caps that do not hold a batch of `whole` samples; empty if they do."""
@@ -162,10 +161,10 @@ class UnevenShares:
         return scaled(weights, whole, self._least, most if are_held(whole, weights, most) else 0)
 
 
-def caps_of(sync: Sync) -> dict[int, int]:
-    """Return the caps that the configuration gives single workers, by name."""
+def cap_of(sync: Sync, name: int) -> int:
+    """Return the most samples of the worker of this name, as the configuration gives it; 0: no limit."""
     cap = sync.memory_cap
-    return {int(name): most for name, most in cap.items()} if isinstance(cap, dict) else {}
+    return cap if isinstance(cap, int) else cap.get(str(name), 0) if isinstance(cap, dict) else 0
 
 
 def _nothing() -> None: ...

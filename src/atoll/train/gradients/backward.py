@@ -28,6 +28,8 @@ class BackwardEnd:
         self._reducers: list[Reducer] = []
         self._armed = False
         self.number = 0  # the backward that is under way, or the next one
+        self.in_piece = False  # True inside a piece of a batch (`train/api/pieces.py`)
+        self.ends = 0  # the backwards that have ended and have begun to reduce gradients
 
     def add(self, reducer: Reducer) -> None:
         self._reducers.append(reducer)
@@ -62,11 +64,26 @@ class BackwardEnd:
             for reducer in self._reducers:
                 reducer.abandon()
 
+    def repeat(self) -> None:
+        """Forget a backward that may have raised: its batch is computed again, in backwards that do not
+        reduce. `finish` then does."""
+        if self._armed:
+            self._armed = False
+            self.number += 1
+        for reducer in self._reducers:
+            reducer.sum.gradients.repeat()
+            reducer.begin()
+
+    def finish(self) -> None:
+        """Reduce gradients that were put together outside of a backward, as at the end of one."""
+        self._end()
+
     def _end(self) -> None:
         self._armed = False
         self.number += 1
         self.settle()
         waiting = [reducer for reducer in self._reducers if reducer.synchronous]
+        self.ends += bool(waiting)
         for reducer in self._reducers:
             if reducer.unsent:
                 reducer.watch.look()

@@ -66,6 +66,12 @@ class Buckets(OwnGradients):
         for message in self.order:
             message.begin()
         self._left = 0
+        self.begin_chunks()
+
+    def begin_chunks(self) -> None:
+        """Expect all gradients anew. Messages that have left are still under way."""
+        for chunk in self.chunks.values():
+            chunk.begin()
         self._arrivals.clear()
 
     def drop_kept(self) -> None:

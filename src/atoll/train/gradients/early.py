@@ -29,6 +29,7 @@ class EarlySum(GroupSum):
     """
 
     has_sent = True
+    sends_again = False
 
     def __init__(self, owner: Pushes, chunks: Sequence[BoundChunk]) -> None:
         super().__init__(owner, chunks)

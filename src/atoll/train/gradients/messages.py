@@ -230,8 +230,7 @@ class Bucket:
         return self.chunks[0].bound.chunk.id
 
     def begin(self) -> None:
-        for chunk in self.chunks:
-            chunk.begin()
+        """Be a message that has not left."""
         self.dirty = self.sent = False
         self.work = None
 
@@ -253,13 +252,9 @@ class Bucket:
         if self.memory.numel() - self.gradients.numel() < room:
             self.move(room)
 
-    def again(self) -> None:
-        self.dirty = False
-        for chunk in self.chunks:
-            chunk.again()
-
     def take_anew(self) -> None:
-        """Mark the message's gradients as not taken: another factor scales them."""
+        """Mark the message's gradients as not taken: they have changed, or another factor scales them."""
+        self.dirty = False
         for chunk in self.chunks:
             chunk.taken = 0
 

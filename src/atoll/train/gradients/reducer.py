@@ -223,6 +223,9 @@ class Reducer:
         self.sum.gradients.abandon()
         self.begin()
 
+    def count_before(self) -> None:
+        """Count the samples of earlier backwards, if that was left to the next one."""
+
     def reduce(self) -> None:
         """Make the iteration whole: its last backward has ended."""
         self.sum.admit()

@@ -399,6 +399,7 @@ class RingBuckets(Buckets):
         super().__init__(owner, lay_messages(chunks, least, 0 if buffers is None else len(buffers)), nodes)
         self._sum, self._ring = ring_sum, ring_sum.ring
         self._scales_by: float | None = None  # this backward's scale, once its first gradient has come
+        self._repeats = False  # True: the gradients of messages that have left come again
         self._agreement_rides = _agreement_rides(self.order)
         self._waits_for_device = any(message.memory.device.type != "cpu" for message in self.order)
         self._held_back = int(self._agreement_rides)  # the message that carries the agreement
@@ -444,7 +445,12 @@ class RingBuckets(Buckets):
         for message in self.order:
             message.move()
             message.dirty = False
-        self._left = 0
+        self._left, self._repeats = 0, False
+
+    def repeat(self) -> None:
+        for message in self.order[: self._left]:
+            message.dirty = True  # so that all members reduce it again
+        self._repeats = self._left > 0
 
     def carry(self, scale: float, said: list[float]) -> list[float] | None:
         tail = None
@@ -463,19 +469,16 @@ class RingBuckets(Buckets):
 
     def carry_again(self, scale: float, dirty: Sequence[bool] | None) -> None:
         again = self.order
-        if dirty is None:
-            for message in again:
-                message.take_anew()
-        else:
+        if dirty is not None:
             again = [message for message, wrong in zip(self.order, dirty, strict=True) if wrong]
-            for message in again:
-                message.again()
         for message in again:
+            message.take_anew()
             self._send(message, scale)
         self._wait(again)
 
     def publish(self, factor: float, present: Sequence[Sequence[bool]], rows: Rows, *, apart: bool) -> None:
         del apart  # own gradients are kept in the tensors that autograd made
+        self._repeats = False
         for message in self.order:
             if factor != 1.0:
                 message.gradients.mul_(factor)
@@ -483,7 +486,10 @@ class RingBuckets(Buckets):
             chunk.publish(here, rows.get(chunk.bound.chunk.id, {}))
 
     def begin(self) -> None:
-        super().begin()
+        if self._repeats:
+            self.begin_chunks()
+        else:
+            super().begin()
         self._scales_by = None
 
     def drop_kept(self) -> None:

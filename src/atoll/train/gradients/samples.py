@@ -60,6 +60,18 @@ class CountedBatch(msgspec.Struct, frozen=True, gc=False):
     new: float | None = None
 
 
+class SampleMark(msgspec.Struct, frozen=True, gc=False):
+    """The state of a SampleCount; see there."""
+
+    counted: float | None
+    given: float | None
+    new: float | None
+    basis: str
+    used: bool
+    latest: float
+    gives: int
+
+
 class SampleCount:
     """The samples of the iteration under way: counted as backward reaches them, or given by `session.weight`.
 
@@ -77,6 +89,7 @@ class SampleCount:
         self._more = more or MoreData()
         self._counted: float | None = None
         self._given: float | None = None
+        self._gives = 0  # calls of `give`
         self._basis = KNOWN  # of the counted samples
         self._new: float | None = None  # as counted by the session's samplers
         self._used = False
@@ -94,6 +107,24 @@ class SampleCount:
             self._basis = worst([self._basis, basis])
         self._weighs(self._counted if self._given is None else self._given)
 
+    def mark(self) -> SampleMark:
+        """Return a mark of what is counted and given by now, for `back_to` and `since`."""
+        return SampleMark(
+            self._counted, self._given, self._new, self._basis, self._used, self.latest, self._gives
+        )
+
+    def back_to(self, mark: SampleMark) -> None:
+        """Forget what was counted and given since `mark`."""
+        self._counted, self._given, self._new = mark.counted, mark.given, mark.new
+        self._basis = mark.basis
+        self._used, self.latest, self._gives = mark.used, mark.latest, mark.gives
+
+    def since(self, mark: SampleMark) -> float | None:
+        """Return the weight that was given since `mark`, else what was counted; None: neither."""
+        gives = self._gives > mark.gives
+        now, before = (self._given, mark.given) if gives else (self._counted, mark.counted)
+        return None if now is None else now - (0.0 if mark.used else before or 0.0)
+
     def missed(self) -> None:
         """Note that a backward left gradients without a counted batch."""
         if not self._used:
@@ -101,6 +132,7 @@ class SampleCount:
 
     def give(self, weight: float) -> None:
         self._forget_used()
+        self._gives += 1
         self._given = weight + (self._given or 0.0)
         self._weighs(self._given)
 

@@ -54,6 +54,10 @@ class SoloReducer(Reducer):
     def abandon(self) -> None:
         """Do nothing: a backward that raised leaves nothing to forget."""
 
+    def count_before(self) -> None:
+        if self.unsent and self._counts_now:
+            self.reduce()
+
     def note_zeros(self, parameters: Iterable[nn.Parameter]) -> None:
         """Do nothing: a step without a batch counts nothing, with or without gradients."""
 

@@ -53,6 +53,11 @@ class OwnGradients:
     def abandon(self) -> None:
         """Forget a backward that raised. Raises RunError if messages had left for the other workers."""
 
+    def repeat(self) -> None:
+        """Forget a backward that raised, whose gradients come again. Messages that had left are reduced once
+        more."""
+        self.abandon()
+
     def drop_graphs(self) -> None:
         """Drop the graphs of gradients that show the mean, since the workers are about to step: each worker
         has the graph of its own part alone."""
@@ -84,11 +89,13 @@ class GroupSum:
     Attributes:
         shows_mean: True if every worker's `p.grad` becomes the mean over all.
         has_sent: True if `reduce` has sent all of this worker's gradients to the shards.
+        sends_again: True if gradients may come again that have left while backward goes on.
         gradients: this worker's own gradients.
     """
 
     shows_mean = False
     has_sent = False
+    sends_again = True
 
     def __init__(self, owner: SummedReducer, chunks: Sequence[BoundChunk]) -> None:
         self._owner, self._chunks = owner, list(chunks)
