@@ -24,7 +24,7 @@ from atoll.core.memory import Memory
 from atoll.hub.planner import GroupingSettings
 from atoll.train.api.place import Place
 from atoll.train.data.order import SampleOrder
-from support.pool import WorkerPool
+from support.pool import JobFailedError, WorkerPool
 from support.served import ServedRun, served_worker
 
 pytestmark = pytest.mark.sampled
@@ -254,6 +254,37 @@ def test_no_part_is_above_a_worker_s_cap(
         sizes = [step[int(worker)] for step in steps]
         assert max(sizes) == cap, sizes  # which each reaches
     assert (len(set(steps)) > 4) == (shares == "auto")
+
+
+def unlike_costs(place: Place) -> None:
+    with atoll.join(config("even"), place=place) as session:
+        session.batches(range(40), cost=[place.rank + 1] * 40)
+
+
+def test_costs_that_differ_between_workers_are_one_line(pool: WorkerPool) -> None:
+    with pytest.raises(JobFailedError, match="this worker's cost is not that of the others") as caught:
+        pool.run(unlike_costs, world=2)
+    assert len(caught.value.failures) == 2
+
+
+def norms(place: Place) -> list[int]:
+    """The sizes of this worker's batches, on which a model with BatchNorm trains."""
+    how, data = config({"0": 0.5, "1": 0.25, "2": 0.25}), TensorDataset(torch.ones(BATCH + 2, 7))
+    with atoll.join(how, place=place) as session:
+        model = nn.Sequential(nn.Linear(7, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session.prepare(model, optimizer)
+        sizes = []
+        for (x,) in DataLoader(data, batch_sampler=session.batches(data)):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+            sizes.append(len(x))
+    return sizes
+
+
+def test_a_worker_without_a_part_trains_on_two_samples_if_batch_norm_needs_them(pool: WorkerPool) -> None:
+    assert pool.run(norms, world=3) == [[12, 2], [6, 2], [6, 2]]
 
 
 def refused(place: Place, how: Config) -> str:

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.core.config import Sync, load_config
-from atoll.core.errors import ConfigError, UserError
+from atoll.core.errors import CheckpointError, ConfigError, UserError
 from atoll.groups.shares import even, scaled
 from atoll.train.data.costs import Costs, batch_of, cut_by_cost
+from atoll.train.data.peerssampler import PeerBatches
 from atoll.train.data.sampler import BatchesSampler
 from atoll.train.data.shares import ShareSchedule
 
@@ -137,3 +138,30 @@ def test_a_batch_by_samples_and_by_tokens_is_refused_in_one_line() -> None:
     with pytest.raises(ConfigError, match="both say how large a step is: give one") as caught:
         load_config(settings=["sync.global_batch=32", "sync.global_tokens=4096"], environment={})
     assert "\n" not in str(caught.value)
+
+
+def test_a_newcomer_that_gives_other_costs_than_the_others_is_refused() -> None:
+    state = samplers([10, 30] * 8, 2, 4)[0].deal_state()
+    samplers([10, 30] * 8, 2, 4)[1].check_deal_state(state)
+    with pytest.raises(CheckpointError, match="this worker's cost is not that of the others"):
+        samplers([30, 10] * 8, 2, 4)[1].check_deal_state(state)
+
+
+def test_a_fill_has_as_many_samples_as_its_model_needs_and_weighs_nothing() -> None:
+    for fill, expected in ((1, [0]), (2, [0, 1])):
+        sampler = BatchesSampler(5, batch=2, rank=2, world=3, shuffle=False, fill=lambda fill=fill: fill)
+        peers = PeerBatches(
+            5,
+            batch=2,
+            node=2,
+            nodes=range(3),
+            stale_max=0,
+            iteration=lambda: 0,
+            shuffle=False,
+            fill=lambda fill=fill: fill,
+        )
+        for each in (sampler, peers):
+            assert next(iter(each)) == expected
+            assert each.next_sizes() == {float(fill)}
+            assert each.count(float(fill)) == 0.0
+            assert each.next_sizes() == set()

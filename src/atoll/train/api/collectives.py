@@ -86,6 +86,14 @@ class Collectives:
         with self.call(name):
             return b"1" in self._workers.gather_bytes(b"1" if own else b"0", name)
 
+    def are_alike(self, name: str, own: str) -> bool:
+        """Return True if all workers give the call `name` an equal word. A worker that has yet to enter a run
+        under way knows its own alone."""
+        if self._workers.late:
+            return True
+        with self.call(name):
+            return len(set(self._workers.gather(own, name))) == 1
+
     def reduce(self, value: Value, op: Reduction, weight: float | None) -> Value:
         """Reduce a value over the workers (`Session.reduce`)."""
         with self.call("session.reduce", asked_of_reduce(value, op)):

@@ -42,7 +42,7 @@ from atoll.train.api.speed import Stretch, speed_from
 from atoll.train.api.steps import Steps
 from atoll.train.checkpoint.resume import Stateful
 from atoll.train.data.batches import OtherBatches, SampledBatches
-from atoll.train.data.costs import Costs, batch_of
+from atoll.train.data.costs import UNLIKE_COSTS, Costs, batch_of
 from atoll.train.data.epochs import epoch_of
 from atoll.train.data.leased_sampler import LeasedBatches, LeasedSampler
 from atoll.train.data.moredata import MoreData
@@ -392,7 +392,10 @@ class Session:
         costs = None if cost is None else Costs(cost, dataset)
         whole = batch_of(self.config.sync, costs)
         order = {"seed": seed, "shuffle": shuffle, "drop_last": drop_last}
-        return self._runtime.source.batches(dataset, whole, ahead, order, self._batches.given_by, costs)
+        made = self._runtime.source.batches(dataset, whole, ahead, order, self._batches.given_by, costs)
+        if costs is not None and not self._collectives.are_alike("session.batches", costs.digest):
+            raise UserError(UNLIKE_COSTS)
+        return made
 
     def epoch_of(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Return one epoch's batches, like `for batch in loader`. The epoch ends where the others' epoch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence, Sized
 from typing import Any
 
@@ -11,6 +12,10 @@ from atoll.core.config import Sync
 from atoll.core.errors import UserError
 from atoll.groups.shares import Whole
 
+UNLIKE_COSTS = (
+    "session.batches: this worker's cost is not that of the others, by which they deal: give every worker "
+    "equal costs, in the dataset's order"
+)
 _MOST = 2**31  # the largest cost: products of sums of a batch's costs must be whole numbers of 64 bits
 
 
@@ -39,8 +44,13 @@ class Costs:
                 "session.batches: a cost is a whole number from 1 to 2**31, such as a sample's tokens; round "
                 f"the costs given ({given.dtype}, from {given.min()} to {given.max()})"
             )
-        self.values: Whole = given.astype(np.int64)
+        self.values: Whole = given.astype("<i8")
         self.mean = int(self.values.sum()) / max(1, length)
+
+    @property
+    def digest(self) -> str:
+        """A word that is equal for equal costs, on any processor."""
+        return hashlib.sha256(self.values.tobytes()).hexdigest()[:16]
 
 
 def batch_of(sync: Sync, costs: Costs | None) -> int:

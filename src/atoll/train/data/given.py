@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 
@@ -30,35 +30,37 @@ class Given(Protocol):
 
 
 class GivenBatches:
-    """Batches of known sizes, in the order in which they were given. A fill, of size 0, is one sample of
-    weight 0.
+    """Batches of known sizes, in the order in which they were given. A fill, of size 0, has `fill()` samples
+    of weight 0.
 
     `consumed` is the number of their samples that backwards have reached.
     """
 
-    def __init__(self) -> None:
-        self._sizes: list[int] = []
+    def __init__(self, fill: Callable[[], int] = lambda: 1) -> None:
+        self._fill = fill
+        self._sizes: list[int] = []  # below 0: a fill of so many samples
         self._used = 0  # batches that have been used completely
         self._rest = 0  # samples that backwards have reached beyond these batches
         self.consumed = 0
 
     def begin(self, sizes: Sequence[int] = (), used: int = 0) -> None:
         """Start anew, with batches of these `sizes` given before, of which the first `used` are used."""
-        self._sizes, self._used, self._rest = list(sizes), used, 0
+        self._sizes, self._used, self._rest = [size or -self._fill() for size in sizes], used, 0
         self.consumed = self._samples(used)
 
     def __len__(self) -> int:
         return len(self._sizes)
 
-    def give(self, size: int, at: int) -> None:
-        """Record that batch `at` has this size. Batches recorded from `at` on are forgotten: they were not
-        given after all."""
+    def give(self, size: int, at: int) -> int:
+        """Record that batch `at` has this size; return its samples, with those of a fill. Batches recorded
+        from `at` on are forgotten: they were not given after all."""
         while self._used > at:
             self._used -= 1
-            self._rest += max(1, self._sizes[self._used])
+            self._rest += abs(self._sizes[self._used])
         del self._sizes[at:]
-        self._sizes.append(size)
+        self._sizes.append(size or -self._fill())
         self._use()
+        return abs(self._sizes[at])
 
     def used(self, given: int) -> int:
         """Return how many of the first `given` batches have been used completely."""
@@ -67,13 +69,13 @@ class GivenBatches:
     def next_sizes(self, given: int) -> set[float]:
         """Return the possible sizes of the next batch that a backward reaches."""
         used = self.used(given)
-        return {float(max(1, self._sizes[used]))} if used < given else set()
+        return {float(abs(self._sizes[used]))} if used < given else set()
 
     def count(self, samples: float, given: int) -> float:
         """Record that a backward has reached `samples` samples; return how many count in the mean: 0 for a
         fill."""
         used = self.used(given)
-        is_fill = used < given and self._sizes[used] == 0
+        is_fill = used < given and self._sizes[used] < 0
         self.consumed += int(samples)
         self._rest += int(samples)
         self._use()
@@ -81,7 +83,7 @@ class GivenBatches:
 
     def sizes(self, start: int = 0) -> list[int]:
         """Return the sizes of the batches from index `start` on."""
-        return self._sizes[start:]
+        return [max(0, size) for size in self._sizes[start:]]
 
     def use_up(self, count: int) -> None:
         """Forget the first `count` batches, which are used."""
@@ -90,12 +92,12 @@ class GivenBatches:
         del self._sizes[:count]
 
     def _use(self) -> None:
-        while self._used < len(self._sizes) and self._rest >= max(1, self._sizes[self._used]):
-            self._rest -= max(1, self._sizes[self._used])
+        while self._used < len(self._sizes) and self._rest >= abs(self._sizes[self._used]):
+            self._rest -= abs(self._sizes[self._used])
             self._used += 1
 
     def _samples(self, count: int) -> int:
-        return sum(max(1, size) for size in self._sizes[:count])
+        return sum(map(abs, self._sizes[:count]))
 
 
 class GivenIndices:

@@ -42,6 +42,10 @@ class SampleOrder:
         """Return the dataset's index at a position of an epoch."""
         return int(self.of(epoch)[position])
 
+    def fill(self, epoch: int, samples: int) -> list[int]:
+        """Return the dataset's indices of so many samples from an epoch's beginning."""
+        return [self.index(epoch, number % self.length) for number in range(samples)]
+
     def keep(self, epochs: Collection[int] = ()) -> None:
         """Forget the permutations of all epochs but `epochs`."""
         self._drawn = {epoch: order for epoch, order in self._drawn.items() if epoch in epochs}

@@ -128,8 +128,8 @@ class PeerBatches(Sampler[list[int]]):
     """One worker's part of batches with `batch` samples over all nodes, for `DataLoader(batch_sampler=...)`.
 
     A node's part is in proportion to its speed, which all nodes know (`PeerDeal`). The node's devices share
-    the part as evenly as possible. A worker whose part of a batch is empty gets a fill: one sample of weight
-    0 in the mean.
+    the part as evenly as possible. A worker whose part of a batch is empty gets a fill: samples of weight 0
+    in the mean.
     """
 
     def __init__(
@@ -148,6 +148,7 @@ class PeerBatches(Sampler[list[int]]):
         drop_last: bool = False,
         ahead: int | None = None,
         least: int = 1,
+        fill: Callable[[], int] = lambda: 1,
         on_index: Callable[[Any], None] | None = None,
         asked: Callable[[], None] = lambda: None,
     ) -> None:
@@ -167,6 +168,7 @@ class PeerBatches(Sampler[list[int]]):
             drop_last: True to leave out a last batch that is not whole.
             ahead: the most batches beyond the next one for which a loader asks; None: 31.
             least: the least samples of a node that gets any; see `PeerDeal`.
+            fill: returns the samples of a fill.
             on_index: called with the sampler before each batch.
             asked: called before each look for a next batch; may call `return_to`.
         """
@@ -181,7 +183,8 @@ class PeerBatches(Sampler[list[int]]):
         self._deal = PeerDeal(
             self._order.whole(0), batch, nodes, stale_max, drop_last=drop_last, least=least, **options
         )
-        self._batches = GivenBatches()  # batches that were given and are not used up
+        self._fill = fill
+        self._batches = GivenBatches(fill)  # batches that were given and are not used up
         self._loop = 0  # number of the latest loop over the batches
         self._told = False  # the latest loop was notified of its end
         self._whole = False  # the epoch has given its last batch
@@ -251,12 +254,12 @@ class PeerBatches(Sampler[list[int]]):
             self._whole = self._told = True
             raise StopIteration
         items = self._own(dealt.part_of(self._node))
-        self._batches.give(len(items), len(self._batches))
+        samples = self._batches.give(len(items), len(self._batches))
         self._given = True
         if self._on_index is not None:
             self._on_index(self)
         self._within = False
-        return [self._order.index(*item) for item in items] or [self._order.index(self._epoch, 0)]
+        return [self._order.index(*item) for item in items] or self._order.fill(self._epoch, samples)
 
     def _own(self, of_node: list[Item]) -> list[Item]:
         begin, end = (len(of_node) * each // self._devices for each in (self._device, self._device + 1))
@@ -351,7 +354,7 @@ class PeerBatches(Sampler[list[int]]):
         workers asks whenever it hands out a batch.
         """
         batches = self._batches
-        self._batches = GivenBatches()
+        self._batches = GivenBatches(self._fill)
         self.load_deal_state(state)
         self._batches = batches
         self._returned, self._told = True, False

@@ -14,7 +14,7 @@ from torch.utils.data import Sampler
 
 from atoll.core.errors import CheckpointError, RunError, UserError
 from atoll.groups.shares import Whole
-from atoll.train.data.costs import Costs, cut_by_cost
+from atoll.train.data.costs import UNLIKE_COSTS, Costs, cut_by_cost
 from atoll.train.data.dealing import Deal, DealPosition, Tick, Weigh
 from atoll.train.data.given import Given, GivenBatches, GivenIndices
 from atoll.train.data.order import SampleOrder, left_in
@@ -458,7 +458,7 @@ class BatchesSampler(DealtSampler[list[int]]):
 
     The k-th batches of all workers together are the k-th `batch` samples of the epoch's order. Shares are
     even, and the first ranks take the remainder. The last batch may have fewer samples; with `drop_last` it
-    is left out. A worker whose part of a batch is empty gets a fill: one sample of weight 0 in the mean.
+    is left out. A worker whose part of a batch is empty gets a fill: samples of weight 0 in the mean.
     """
 
     def __init__(
@@ -470,6 +470,7 @@ class BatchesSampler(DealtSampler[list[int]]):
         schedule: ShareSchedule | None = None,
         costs: Costs | None = None,
         least: int = 1,
+        fill: Callable[[], int] = lambda: 1,
         **options: Any,
     ) -> None:
         """Deal batches. Raises UserError for a `batch` below 1.
@@ -481,15 +482,28 @@ class BatchesSampler(DealtSampler[list[int]]):
             schedule: parts that change by what workers agree on, in place of `shares`.
             costs: the samples' costs, which parts follow in place of their number; None: all cost alike.
             least: the least samples of a worker that gets any by costs.
+            fill: returns the samples of a fill.
             options: those of DealtSampler.
         """
         if batch < 1:
             raise UserError(f"a global batch of {batch} samples; it must be 1 or more")
         self._batch, self._shares, self._schedule = batch, schedule or shares, schedule
-        self._batches, self._costs, self._least = GivenBatches(), costs, least
+        self._batches, self._costs, self._least = GivenBatches(fill), costs, least
         if costs is not None:
             self._weigh = self._cut_by_cost
         super().__init__(dataset, taken=self._batches, **options)
+
+    def deal_state(self) -> dict[str, Any]:
+        return {**super().deal_state(), "costs": self._digest}
+
+    def check_deal_state(self, state: Mapping[str, Any]) -> None:
+        super().check_deal_state(state)
+        if state.get("costs") != self._digest:
+            raise CheckpointError(UNLIKE_COSTS)
+
+    @property
+    def _digest(self) -> str:
+        return "" if self._costs is None else self._costs.digest
 
     def under_way(self) -> tuple[int, float]:
         """Return the ticks of this deal that backwards have used in this iteration, and their samples: as
@@ -513,8 +527,8 @@ class BatchesSampler(DealtSampler[list[int]]):
 
     def _batch_of(self, deal: Deal, tick: int) -> list[int]:
         items = deal.tick(self.rank, tick)
-        self._batches.give(len(items), tick)
-        return [self._order.index(*item) for item in items] or [self._order.index(self._epoch, 0)]
+        samples = self._batches.give(len(items), tick)
+        return [self._order.index(*item) for item in items] or self._order.fill(self._epoch, samples)
 
 
 _MOST_WORKERS = 4096

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
+from torch import nn
 
 from atoll.axes.choices import Choices
 from atoll.axes.needs import check
@@ -170,6 +171,15 @@ def cap_of(sync: Sync, name: int) -> int:
 def _nothing() -> None: ...
 
 
+_NEED_TWO = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def _fill_for(state: TrainingState) -> int:
+    """Return the samples of a fill: two if a model has BatchNorm layers, which raise an error for one."""
+    parts = (part for each in state.prepared for part in each.module.modules())
+    return 2 if any(isinstance(part, _NEED_TWO) for part in parts) else 1
+
+
 class DealtData:
     """Samplers over a deal that all workers know; each takes its part by its rank.
 
@@ -205,6 +215,7 @@ class DealtData:
             schedule=schedule or by_cost,
             costs=costs,
             least=self._least,
+            fill=partial(_fill_for, state),
             rank=state.rank,
             world=state.world,
             on_index=on_index,
@@ -244,7 +255,15 @@ class NodesData:
         check("call", Choices({"call": "session.batches", "data": "nodes", "cost": costs is not None}))
         least = self._least
         self._peers.check_alike("session.batches", dataset, **order, ahead=ahead, least=least)
-        made = self._peers.batches(dataset, least, batch=whole, **order, ahead=ahead, on_index=on_index)
+        made = self._peers.batches(
+            dataset,
+            least,
+            batch=whole,
+            **order,
+            ahead=ahead,
+            fill=partial(_fill_for, self._state),
+            on_index=on_index,
+        )
         self._state.samplers.append(made)
         return made
 
