@@ -166,6 +166,51 @@ def test_a_journal_that_breaks_again_and_again_is_told_of_once(
     folder.close()
 
 
+class FailsAtRead(Journal):
+    """A journal whose thread fails at the moment of a given read of the error by the shard's thread."""
+
+    reads_before = -1  # negative: it does not fail
+
+    @property
+    def _error(self) -> str:
+        if self.reads_before < 0 or threading.current_thread() is not threading.main_thread():
+            return ""
+        self.reads_before -= 1
+        return "" if self.reads_before >= 0 else self._fail_now()
+
+    @_error.setter
+    def _error(self, _: str) -> None:
+        pass
+
+    def _fail_now(self) -> str:
+        self.reads_before = 0  # it stays failed
+        return "no room"
+
+
+@pytest.mark.parametrize("reads", range(5))
+@pytest.mark.parametrize("required", [False, True])
+def test_it_breaks_alike_whenever_the_thread_s_error_comes(
+    tmp_path: Path, reads: int, required: bool
+) -> None:
+    """Once it ended the shard though it was not required: the error had come between two looks."""
+    folder = Folder(tmp_path / "shard", "r", 0)
+    journal, done = FailsAtRead(folder, 0, required=required), list[str]()
+    journal.begin_segment(fresh=True)
+    journal.append(told(1))
+    journal.reads_before = reads
+    try:
+        journal.when_written(lambda: done.append("said"))
+        for _ in range(reads + 1):
+            journal.release()
+    except JournalError:
+        assert required
+    else:
+        assert not required
+    journal.reads_before = -1
+    journal.close()
+    folder.close()
+
+
 def test_one_whose_segments_cannot_be_removed_ends_the_shard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

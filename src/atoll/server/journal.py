@@ -343,11 +343,16 @@ class Journal:
         with contextlib.suppress(BlockingIOError):
             while len(os.read(self._woken, 4096)) == 4096:
                 pass
-        if self.is_broken:
+        if self._has_failed():
             self._let_go()
-        elif self._error:
-            raise JournalError(self._error)
         self._waiting.release(self._written)
+
+    def _has_failed(self) -> bool:
+        """True if the journal is broken. Raises JournalError if it cannot be written and is required."""
+        error = self._error  # read once: the thread may set it at any moment
+        if error and self.required:
+            raise JournalError(error)
+        return bool(error)
 
     def _let_go(self) -> None:
         """Drop pending records of a broken journal and run all waiting actions."""
@@ -401,11 +406,8 @@ class Journal:
                 self._write(pending, size)
             except OSError as error:
                 self._fail(error)
-        if self.is_broken:
-            return
-        if self._error:
-            raise JournalError(self._error)
-        self._written = self._count
+        if not self._has_failed():
+            self._written = self._count
 
     def _work(self) -> None:
         """Body of the journal's thread."""
