@@ -353,8 +353,8 @@ def own_parameters(module: nn.Module) -> Mapping[str, nn.Parameter | None]:
 
 
 @_needs("torch.nn.Module._buffers")
-def own_buffers(module: nn.Module) -> Mapping[str, Tensor | None]:
-    """Return a live view of the module's own buffers, without submodules', by attribute.
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the module's own buffers, live and without submodules', by attribute.
 
     Private: `torch.nn.Module._buffers`, 2.8 to 2.13. Public way: `named_buffers(recurse=False)`, which is not
     live and leaves out tied buffers.
