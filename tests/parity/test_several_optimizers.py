@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from kinds import check_equal
@@ -20,13 +21,14 @@ import atoll
 from atoll.core.errors import CheckpointError, PrepareError
 from atoll.tensors.checkpoint import read_checkpoint
 from support.pool import JobFailedError, WorkerPool
-from support.runs import alone, model, run_at
+from support.runs import KINDS, PACES, alone, model, run_at, run_with
 
 pytestmark = pytest.mark.sampled
 
 WORLD, STEPS = 2, 5
-HERE = ("ring", "hierarchical", "elastic", "server", "ps-hra", "tiers")  # the kinds that take several
-REFUSED = ("ps-hra asp", "peers", "server tiers", "peers tiers")
+# The kinds that take several:
+HERE = ("ring", "hierarchical", "elastic", "server", "ps-hra", "tiers", "server tiers")
+REFUSED = ("ps-hra asp", "peers", "peers tiers")
 
 
 def split(net: nn.Module) -> list[Optimizer]:
@@ -117,6 +119,23 @@ def test_a_single_worker_of_shards_at_its_own_pace_steps_as_plain_torch_does(
     pool: WorkerPool, kind: str, order: str
 ) -> None:
     (found,) = run_at(pool, kind, train, order, world=1)
+    check(found, plain(1, order))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_group_of_a_server_steps_from_tiers(pool: WorkerPool, order: str) -> None:
+    config = msgspec.structs.replace(KINDS["ps-hra"], memory=KINDS["tiers"].memory)
+    for found in run_with(pool, config, train, order, world=WORLD, shards=1):
+        check(found, plain(WORLD, order))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kind", ["asp", "ssp"])
+def test_a_single_worker_of_shards_at_its_own_pace_steps_from_tiers(
+    pool: WorkerPool, kind: str, order: str
+) -> None:
+    config = msgspec.structs.replace({**KINDS, **PACES}[kind], memory=KINDS["tiers"].memory)
+    (found,) = run_with(pool, config, train, order, world=1, shards=1)
     check(found, plain(1, order))
 
 
@@ -433,7 +452,9 @@ def train_list(session: atoll.Session) -> list[list[Tensor]]:
 
 @pytest.mark.parametrize(
     ("kind", "script"),
-    [(kind, train_list) for kind in HERE] + [(kind, train_pairs) for kind in HERE[:3]],
+    # Shards take no second backward before a step from tiers.
+    [(kind, train_list) for kind in HERE if kind != "server tiers"]
+    + [(kind, train_pairs) for kind in HERE[:3]],
 )
 def test_the_loop_of_the_dcgan_tutorial(pool: WorkerPool, kind: str, script: Callable[..., Any]) -> None:
     gan = Gan()

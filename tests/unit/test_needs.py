@@ -388,11 +388,6 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         "under budgets of memory a model stays as it is when session.prepare first sees it",
         "prepare the changed model in another session, or leave the budgets out",
     ),
-    "several-optimizers-in-tiers": (
-        Choices({**SEVERAL, "store": "tiered"}),
-        "under strategy 'server' one optimizer steps a model under budgets of memory",
-        "give session.prepare one optimizer with a param group for each, or leave the budgets out",
-    ),
     "over-alone": (
         Choices({**OVER, "fit": "alone"}),
         "atoll.memory.over has given 'expert.weight' the workers [0, 1], and there are no others here",

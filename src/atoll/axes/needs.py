@@ -470,14 +470,6 @@ def _of_models() -> Iterator[Need]:
             f"{why}: {way_out}, or {instead}",
             PrepareError,
         )
-    yield Need(
-        "several-optimizers-in-tiers",
-        prepare,
-        {**served, "store": Is("tiered")},
-        "under strategy {run.strategy!r} one optimizer steps a model under budgets of memory: "
-        f"{way_out}, or leave the budgets out",
-        PrepareError,
-    )
     before = "make the change before session.prepare, or prepare the changed model in another session"
     yield Need(
         "prepared-again",

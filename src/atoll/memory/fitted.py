@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from types import TracebackType
 
 import torch
@@ -209,7 +208,7 @@ class Moving(Fitted):
         held = {id(parameter) for each in there for parameter in each.parameters}
         beside = {n: p for n, p in enumerate(parameters.values()) if id(p) in held}
         by_optimizer = list(map(self._states_of, optimizers))
-        states = dict(chain.from_iterable(map(dict.items, by_optimizer)))
+        states = {chunk: its for each in by_optimizer for chunk, its in each.items()}
         self.gradients = self._gradients_of(trained, beside)
         self.engine = Engine(
             chunks,

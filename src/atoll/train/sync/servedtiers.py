@@ -24,7 +24,7 @@ from atoll.tensors.packing import PACKED, unpack_lazily
 from atoll.train.gradients.reducer import Reducer
 from atoll.train.gradients.tiersums import values_from
 from atoll.train.sync.stores import UNDER_WAY
-from atoll.train.sync.strategies import Served, ServedModel, Stepper, Training, numbers_of
+from atoll.train.sync.strategies import Served, ServedModel, Stepper, Training, numbers_of, one_stepper
 from atoll.wire.messages import AnyMessage, PullState, State
 
 
@@ -64,9 +64,10 @@ class ServedInTiers:
             self._tiers.fit_now()
             return made[0]
 
-        exchange, (stepper,) = self._served.build_model(training, make, self._tiers.held)
-        stepper.takes_states(made[0].take_states)
-        return exchange, stepper
+        exchange, steppers = self._served.build_model(training, make, self._tiers.held)
+        for number, stepper in enumerate(steppers):
+            stepper.takes_states(partial(made[0].take_states, number))
+        return exchange, one_stepper(steppers)
 
     def loaded(self) -> None:
         self._served.loaded()
@@ -82,7 +83,7 @@ class TieredModel(ServedModel):
         super().__init__(training, *args)
         self._tiers = tiers
         self._kept: dict[int, dict[str, str]] = {}  # by chunk: the dtype of each element-wise state
-        self._given: Mapping[nn.Parameter, Mapping[str, Any]] = {}  # states that a checkpoint has brought
+        self._given: dict[nn.Parameter, Mapping[str, Any]] = {}  # states that a checkpoint has brought
 
     def set_up(self) -> None:
         self._tiers.held().write_back()
@@ -99,16 +100,17 @@ class TieredModel(ServedModel):
 
     # State for the shards
 
-    def take_states(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Keep the states, which may be lazy, for the shards, and return the rest of the state_dict.
+    def take_states(self, number: int, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Keep the states of one optimizer, which may be lazy, for the shards, and return the rest of its
+        state_dict.
 
         This runs before the optimizer's load_state_dict.
         """
-        groups = self._training.optimizer.param_groups
+        groups = self._training.optimizers[number].param_groups
         saved = [list(group["params"]) for group in state_dict["param_groups"]]
         if [len(each) for each in saved] != [len(group["params"]) for group in groups]:
             return state_dict  # torch raises the error
-        self._given = {
+        self._given |= {
             parameter: state_dict["state"].get(index, {})
             for indices, group in zip(saved, groups, strict=True)
             for index, parameter in zip(indices, group["params"], strict=True)
@@ -143,7 +145,7 @@ class TieredModel(ServedModel):
 
     def _lazy_state(self, bound: BoundChunk, index: int) -> dict[str, Any]:
         scalars, parameter = self._scalars[bound.chunk.id][index], bound.parameters[index]
-        if self._training.unit.by_tensor:
+        if self._unit_of(bound).by_tensor:
             whole = partial(self._payload, bound, index, PACKED)
             return unpack_lazily(whole, [scalars], parameter.device)[0]
         state = numbers_of(scalars)
