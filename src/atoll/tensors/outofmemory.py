@@ -42,5 +42,6 @@ def let_go(frame: FrameType, since: int, device: torch.device) -> None:
     release_graphs([tensor.grad_fn for tensor in values if tensor.grad_fn is not None], since)
     if isinstance(held, dict) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         held.clear()  # a copy, before Python 3.13, which would keep these tensors
-    if device.type != "cpu":
-        torch.accelerator.empty_cache()
+    empty_cache = getattr(torch.accelerator, "empty_cache", None)  # from torch 2.9 on
+    if device.type != "cpu" and empty_cache is not None:
+        empty_cache()
