@@ -190,9 +190,9 @@ def test_where_groups_contribute_an_iterations_workers_are_told_whose_gradients_
 def test_an_iterations_workers_hear_of_one_anothers_speed_and_again_from_a_log_that_was_restored() -> None:
     log = log_of("bsp", workers=3)
     said = {
-        0: {4: [0.5, 8.0, 3.0, 1.0, 9.0, 7.0], 7: [0.25, 8.0, 3.0, 1.0]},
+        0: {4: [0.5, 8.0, 3.0, 1.0, 0.0, 9.0, 7.0], 7: [0.25, 8.0, 3.0, 1.0, 0.0]},
         1: {},
-        2: {2: [1.0, 2.0, 3.0, 1.0]},
+        2: {2: [1.0, 2.0, 3.0, 1.0, 6.0]},
     }
     for worker, speeds in said.items():
         log.handle_staged(0, worker, worker + 1, 0)

@@ -393,13 +393,14 @@ class ParameterOptimizer:
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self.restore()
-        if self._calls_closure and closure_of(args, kwargs) is not None:
+        if (kwargs or len(args) > 1) and self._calls_closure and closure_of(args, kwargs) is not None:
             self._evaluated_before = False
             check_groups(optimizer, self._group_parameters, way_out=self._hooks.way_out)
             if self._hooks.has_batch():
                 self._evaluate(lambda: None)
             return with_closure(args, kwargs, self._evaluated)
-        args, kwargs = call_closure_now(args, kwargs)
+        if kwargs or len(args) > 1:
+            args, kwargs = call_closure_now(args, kwargs)
         check_groups(optimizer, self._group_parameters, way_out=self._hooks.way_out)
         if not self._is_accepted():
             self._leave_out()
@@ -748,7 +749,8 @@ class ChunkOptimizer:
     def _exchange(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The step's pre-hook: parameters and state out, segments in."""
         self.restore()
-        args, kwargs = call_closure_now(args, kwargs)
+        if kwargs or len(args) > 1:
+            args, kwargs = call_closure_now(args, kwargs)
         check_groups(optimizer, self._group_parameters, way_out=self._hooks.way_out)
         if self._state_was_replaced():
             self._import()
@@ -914,7 +916,7 @@ def call_closure_now(args: tuple[Any, ...], kwargs: State) -> tuple[tuple[Any, .
 def closure_of(args: tuple[Any, ...], kwargs: State) -> Any:
     """Return the closure that a call of `step` has; None if it has none."""
     # args[0] is the optimizer itself: torch hands the hooks the call of an unbound method.
-    return kwargs.get("closure", args[1] if len(args) > 1 else None) if kwargs or len(args) > 1 else None
+    return kwargs.get("closure", args[1] if len(args) > 1 else None)
 
 
 def with_closure(

@@ -7,6 +7,7 @@ Atoll's hooks run last before the step, and first after it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeAlias
@@ -14,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from atoll.core.callstack import caller, is_under_way
+from atoll.core.callstack import is_under_way
 from atoll.tensors.torch_compat import step_hooks
 
 Before: TypeAlias = Callable[[torch.optim.Optimizer, Any, Any], Any]
@@ -56,9 +57,10 @@ class AroundStep:
         return is_under_way(self._step)
 
     def _begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        if self.is_under_way:
+        if self._step is not None and is_under_way(self._step):
             return None
-        self._step = caller()
+        frame = inspect.currentframe()
+        self._step = frame.f_back if frame is not None else None
         try:
             return self._before(optimizer, args, kwargs)
         except BaseException:
@@ -66,7 +68,8 @@ class AroundStep:
             raise
 
     def _ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._step is None or caller() is not self._step:
+        frame = inspect.currentframe()
+        if frame is None or frame.f_back is not self._step:
             return
         self._step = None
         if self._after is not None:

@@ -471,7 +471,9 @@ class Prepared:
 
     def _committed(self, own: ContributionWeight, group_samples: float) -> float:
         self.mean_loss.reduced(own, alike=self.reducer.count_alike)
-        repeats = any(each.repeats for each in self.sets)
+        repeats = False
+        for each in self.sets:
+            repeats = repeats or each.repeats
         for each in self.sets:
             each.own_samples += 0.0 if repeats else own.samples
             each.reduced()
@@ -507,8 +509,9 @@ class Prepared:
     def _note_zeros(self, parameters: Iterable[nn.Parameter]) -> None:
         if self._ready:
             self.reducer.note_zeros(parameters)
-            zeroed = (place for place, each in enumerate(self.sets) if each.note_zeros(parameters))
-            self.reducer.passes.update(zeroed)
+            for place, each in enumerate(self.sets):
+                if each.note_zeros(parameters):
+                    self.reducer.passes.add(place)
 
     def before_step(self, of: StepSet) -> None:
         """Check the model, and have its gradients reduced, before an optimizer steps."""
@@ -591,7 +594,10 @@ class Prepared:
         if not of.follows:
             self.reducer.after_step()
         self._stepped.add(self.sets.index(of))
-        waiting = {place for place, each in enumerate(self.sets) if each.waits}
+        waiting = set[int]()
+        for place, each in enumerate(self.sets):
+            if each.waits:
+                waiting.add(place)
         ends = len(self._stepped) == len(self.sets)
         if not waiting or ends:
             self._stepped.clear()

@@ -36,7 +36,7 @@ class OtherSteps:
         shows_mean: Callable[[], bool],
         warn_once: Callable[[str, str], None],
     ) -> None:
-        self._optimizers, self._alone = optimizers, alone
+        self._prepared, self._alone = {id(each): each for each in optimizers}, alone
         self._shows_mean, self._warn_once = shows_mean, warn_once
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._handle = register_optimizer_step_pre_hook(self._before_step)
@@ -45,7 +45,7 @@ class OtherSteps:
         self._handle.remove()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        if any(optimizer is each for each in self._optimizers):
+        if id(optimizer) in self._prepared:
             return
         for group in optimizer.param_groups:
             for parameter in group["params"]:
