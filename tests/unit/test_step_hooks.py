@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -75,6 +78,21 @@ def test_ours_run_once_where_the_step_of_a_class_calls_that_of_its_base() -> Non
         with pytest.raises(FloatingPointError):
             optimizer.step()
         optimizer.fails = False
+
+
+def test_a_step_s_arguments_are_let_go_at_its_end() -> None:
+    """Without a collection: a closure may hold a batch, and hooks memory that others wait for."""
+    optimizer = an_optimizer()
+    AroundStep(optimizer, lambda *_: None, lambda *_: None)
+    held = nn.Linear(1, 1)
+    gone = weakref.ref(held)
+    gc.disable()
+    try:
+        optimizer.step(partial(held.forward, torch.ones(1, 1)))  # type: ignore[arg-type]
+        del held
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_the_script_s_own_way_to_register_is_put_back() -> None:

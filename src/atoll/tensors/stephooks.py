@@ -59,8 +59,8 @@ class AroundStep:
     def _begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if self._step is not None and is_under_way(self._step):
             return None
-        frame = inspect.currentframe()
-        self._step = frame.f_back if frame is not None else None
+        # In no variable: a frame that holds itself would keep what the step uses until a collection.
+        self._step = inspect.currentframe().f_back  # type: ignore[union-attr]  # CPython has frames
         try:
             return self._before(optimizer, args, kwargs)
         except BaseException:
@@ -68,8 +68,7 @@ class AroundStep:
             raise
 
     def _ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        frame = inspect.currentframe()
-        if frame is None or frame.f_back is not self._step:
+        if inspect.currentframe().f_back is not self._step:  # type: ignore[union-attr]
             return
         self._step = None
         if self._after is not None:
