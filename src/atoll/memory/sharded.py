@@ -66,7 +66,7 @@ class Sharded(Moving):
     ) -> None:
         self._members = members
         super().__init__(model, optimizers, budgets, plan, chunk_map)
-        self._own = [self._stepped_by(each) for each in optimizers]  # each optimizer's chunks
+        self._own = [_stepped_by(each, self._trained) for each in optimizers]  # each optimizer's chunks
         self._agreements = [
             StepAgreement(
                 self.sharing,
@@ -95,11 +95,6 @@ class Sharded(Moving):
                     lambda _: self.sync("optimizer.load_state_dict()")
                 )
             )
-
-    def _stepped_by(self, optimizer: torch.optim.Optimizer) -> list[TrainedChunk]:
-        """Return the chunks that the members step by an optimizer."""
-        groups = group_numbers(optimizer)
-        return [each for each in self._trained if id(each.parameters[0]) in groups]
 
     def _hold(self, chunks: Sequence[TrainedChunk]) -> None:
         assert self.plan.holding is not None
@@ -145,7 +140,7 @@ class Sharded(Moving):
             each.chunk.id: SharedStates(
                 each, sharing, sharing.cache, groups[id(each.parameters[0])], states.get(each.chunk.id)
             )
-            for each in self._stepped_by(optimizer)
+            for each in _stepped_by(optimizer, self._trained)
             if not sharing.holds_all(each.chunk.id)
         }
 
@@ -314,3 +309,9 @@ class Sharded(Moving):
 
     def _part(self) -> None:
         self.sharing.close()
+
+
+def _stepped_by(optimizer: torch.optim.Optimizer, trained: Sequence[TrainedChunk]) -> list[TrainedChunk]:
+    """Return those of the trained chunks that an optimizer steps."""
+    groups = group_numbers(optimizer)
+    return [each for each in trained if id(each.parameters[0]) in groups]
