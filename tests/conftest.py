@@ -63,6 +63,14 @@ def _gradients_stay_on() -> Iterator[None]:
         pytest.fail("this test left gradients switched off")
 
 
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> None:
+    """A test begins as in a process that has compiled nothing: then steps overlap (`has_compiled`)."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    if dynamo is not None:
+        dynamo.counters.clear()
+
+
 @pytest.fixture
 def poisoned() -> Iterator[None]:
     """Device memory that is given back is NaN until it is used again; bandwidths are measured once."""

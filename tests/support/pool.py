@@ -21,6 +21,7 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 import torch
+from torch._dynamo.utils import counters
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from atoll.core.errors import DeadlineError, RunError
@@ -172,6 +173,7 @@ def _serve(connection: Connection, port: int) -> None:
         place = Place(rank=rank, world=world, local_rank=rank, store=PrefixStore(f"job-{job}", store))
         store.set_timeout(_STORE_TIMEOUT)  # a process group of the job before has left its own there
         faulthandler.dump_traceback_later(0.9 * span)  # a job that hangs says where
+        counters.clear()  # a job begins as in a process that has compiled nothing
         result: Any
         try:
             result = function(place, *arguments)

@@ -30,6 +30,7 @@ from atoll.memory.stepqueue import StepCall, StepQueue
 from atoll.tensors.optimizer import call_closure_now, check_groups
 from atoll.tensors.stephooks import AroundStep, Handle
 from atoll.tensors.stepunit import unit_of
+from atoll.tensors.torch_compat import has_compiled
 
 _STEPPED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # optimizers that have a ChunkStepper
 
@@ -94,7 +95,7 @@ class ChunkStepper:
 
     def gradient_came(self, chunk: int, slot: int) -> None:
         """Note that a gradient of the model has come, or is on its way to its chunk."""
-        if self.speculation is not None and not self._steps.is_closed:
+        if self.speculation is not None and not self._steps.is_closed and not has_compiled():
             self.speculation.came(chunk, slot)
 
     def leave(self) -> None:
@@ -161,6 +162,8 @@ class ChunkStepper:
         self._after_step()
         if self.speculation is not None:
             self.speculation.step_ended()
+        if has_compiled():  # no step may overlap with what is compiled next
+            self._steps.wait_over()
 
     def _with_all_parameters(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a method of the optimizer that first puts all parameters back into the param groups.

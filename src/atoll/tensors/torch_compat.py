@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -399,6 +400,18 @@ def is_compiled(module: nn.Module) -> bool:
     Private: `_orig_mod` and `torch.nn.Module._compiled_call_impl`, 2.8 to 2.13. Public way: none.
     """
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def has_compiled() -> bool:
+    """Return whether `torch.compile` has compiled anything in this process.
+
+    While it compiles again, `torch.compiler.is_compiling()` is True for all threads, and an optimizer that
+    steps on another one computes otherwise: AdamW its bias corrections in float32.
+
+    Private: `torch._dynamo.utils.counters`, 2.8 to 2.13. Public way: none. Without it nothing was compiled.
+    """
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
+    return counters is not None and counters["frames"]["total"] > 0
 
 
 def is_within_functional_call() -> bool:
