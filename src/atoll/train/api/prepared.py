@@ -286,13 +286,14 @@ class Prepared:
             accumulates=self.reducer.sum.accumulates,
             reached=self._backward_reaches,
         )
-        self._other_steps = OtherSteps(
-            optimizers,
-            self.parameters,
-            alone=workers.alone,
-            shows_mean=lambda: self.reducer.shows_mean,
-            warn_once=tells.warn_once,
-        )
+        self._other_steps = None
+        if not workers.alone:
+            self._other_steps = OtherSteps(
+                optimizers,
+                self.parameters,
+                shows_mean=lambda: self.reducer.shows_mean,
+                warn_once=tells.warn_once,
+            )
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -358,7 +359,8 @@ class Prepared:
         self._closed = True
         self._hooks.close()
         self._growth.close()
-        self._other_steps.close()
+        if self._other_steps is not None:
+            self._other_steps.close()
         if self._sync_norms is not None:
             self._sync_norms.close()
         for handle in self._lazy_hooks:

@@ -24,7 +24,7 @@ class OtherSteps:
 
     While `shows_mean()` is True, `p.grad` is the mean on every worker, and every worker makes an equal step.
     A step by another optimizer is then refused only inside a backward; otherwise `warn_once(subject, line)`
-    warns of it once. Nothing is refused to a worker that is `alone`.
+    warns of it once.
     """
 
     def __init__(
@@ -32,11 +32,10 @@ class OtherSteps:
         optimizers: Sequence[torch.optim.Optimizer],
         parameters: Mapping[str, nn.Parameter],
         *,
-        alone: bool,
         shows_mean: Callable[[], bool],
         warn_once: Callable[[str, str], None],
     ) -> None:
-        self._prepared, self._alone = {id(each): each for each in optimizers}, alone
+        self._prepared = {id(each): each for each in optimizers}
         self._shows_mean, self._warn_once = shows_mean, warn_once
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._handle = register_optimizer_step_pre_hook(self._before_step)
@@ -58,7 +57,7 @@ class OtherSteps:
         within = is_within_backward()
         step = f"{type(optimizer).__name__}.step() of parameter {name!r}{' within backward' * within}"
         step = at_script_line(step, script_line())
-        if not self._alone and (within or not self._shows_mean()):
+        if within or not self._shows_mean():
             raise PrepareError(
                 f"{step}: session.prepare was not given this optimizer, so each worker would step by itself "
                 "and the workers' models would part; give session.prepare one optimizer for all parameters "
