@@ -199,7 +199,8 @@ class _SharedChunk(ChunkGradients):
         """Forget what the script has changed, at a sync point: all members may see it from now on."""
         self.originals.clear()
         self.edits.clear()
-        if self.is_mean and self.portion.is_empty and self.filled:
+        # The stepping thread may have the payload pinned: a chunk without elements is stepped, too.
+        if self.is_mean and self.portion.is_empty and self.filled and not self.stepping:
             self.filled = False
             self.payloads.drop(self.key)
 
