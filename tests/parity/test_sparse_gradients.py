@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -259,6 +261,58 @@ def test_a_gradient_that_is_dense_on_one_worker_is_dense(pool: WorkerPool) -> No
     for found, shown in run_at(pool, "ring", mixed, world=WORLD):
         check_equal(found, right)
         assert shown == seen
+
+
+class Wide(nn.Module):
+    """A table of which most batches have few rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(2_000, 8, sparse=True)
+        self.bias = nn.Parameter(torch.zeros(8))
+        self.double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found = self.table(ids) if len(ids) else self.bias.new_zeros(1, 8)
+        return (found + self.bias).square().mean()
+
+
+FEW, MANY, NONE = 6, 3_000, 0  # rows in a batch of both workers
+BATCHES = (FEW, FEW, MANY, FEW, FEW, NONE, FEW)
+BY_ROWS = (True, True, False, False, True, True, True)  # as many rows are expected as before
+
+
+def wide(session: atoll.Session | None, half: bool = False) -> tuple[list[Tensor], list[int]]:
+    net = Wide()
+    optimizer = torch.optim.Adagrad(net.parameters(), lr=0.1)
+    sent, rank, world = [0], 0, 1
+    if session is not None:
+        session.prepare(net, optimizer)
+        rank, world = session.rank, session.world
+    for step, rows in enumerate(BATCHES):
+        ids = torch.randint(2_000, (rows,), generator=torch.Generator().manual_seed(step))
+        weigh = 0.0 if half and rank else 1.0  # worker 1 has no batch
+        mine = ids[: rows // 2] if half else ids[rank::world]
+        if session is not None:
+            session.weight(weigh)
+        (net(mine) if weigh else net(mine) * math.nan).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if session is not None:
+            sent.append(session._state.prepared[0].reducer.bytes_sent)
+    return [p.detach().clone() for p in net.parameters()], [b - a for a, b in itertools.pairwise(sent)]
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("kind", kinds_of(RINGS))
+def test_few_rows_are_summed_alone(pool: WorkerPool, kind: str, half: bool) -> None:
+    """Whatever rows a batch has, also none and nearly all."""
+    right, _ = wide(None, half)
+    for found, sent in run_at(pool, kind, wide, half, world=WORLD):
+        check_equal(found, right)
+        for step, (size, by_rows) in enumerate(zip(sent, BY_ROWS, strict=True)):
+            assert (step, size < 2_000 * 8 * 8 / 20) == (step, by_rows)
 
 
 # -- refusals ------------------------------------------------------------------------------------------------

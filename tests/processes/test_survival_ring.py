@@ -293,7 +293,9 @@ def one_dies(folder: Path, who: int, point: str) -> None:
     assert [members_of(weight) for weight in counted[STRIKE + 1 :]] == [survivors] * (STEPS - STRIKE - 1)
 
 
-def each_dies(folder: Path, cases: list[tuple[int, str]]) -> None:
+def each_dies(
+    folder: Path, cases: list[tuple[int, str]], one_dies: Callable[[Path, int, str], None] = one_dies
+) -> None:
     with ThreadPoolExecutor(AT_ONCE) as threads:
         ends = {
             threads.submit(one_dies, folder / f"{who}-{point}", who, point): (who, point)

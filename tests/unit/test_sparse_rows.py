@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import UserError
-from atoll.tensors.sparse import check_summable, copy_gradient, rows_in, rows_of, union, values_in
+from atoll.tensors.sparse import check_summable, copy_gradient, pack, rows_in, rows_of, union, values_in
 
 
 def sparse(rows: list[int], of: int = 40) -> Tensor:
@@ -15,7 +15,7 @@ def sparse(rows: list[int], of: int = 40) -> Tensor:
     return torch.sparse_coo_tensor(torch.tensor([rows]), values, (of, 2), check_invariants=False)
 
 
-@pytest.mark.parametrize("of", [32, 40, 41])
+@pytest.mark.parametrize("of", [32, 40, 41, 10_000])  # of many rows, numbers are told in place of bits
 def test_the_union_has_the_rows_of_all(of: int) -> None:
     packed = [
         rows_in(sparse([3, 3, 31], of)),
@@ -38,6 +38,34 @@ def test_rows_without_any_are_a_sparse_gradient_without_rows() -> None:
     made = rows_of(torch.ones(40, 2), found)
     assert made.is_sparse
     assert made._nnz() == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "of"), [([], 10_000), ([9_999, 0], 10_000), ([1, 2], 16), ([*range(99)], 99)]
+)
+def test_rows_take_the_shorter_of_two_forms(rows: list[int], of: int) -> None:
+    told = rows_in(sparse(rows, of))
+    assert told is not None
+    assert len(told) == 1 + min(8 * len(rows), -(-of // 8))
+    found = union([told], of)
+    assert found is not None
+    assert found.tolist() == sorted(rows)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5, 0.0])
+def test_rows_are_packed(scale: float) -> None:
+    into, rows = torch.full((4, 2), 7.0), torch.tensor([1, 3, 5, 39])
+    pack(into, sparse([39, 3, 39]), rows, scale)
+    right = sparse([39, 3, 39]).to_dense().index_select(0, rows) * scale
+    assert torch.equal(into, right)
+    pack(into, None, rows, scale)
+    assert not into.any()
+
+
+def test_a_contribution_without_weight_may_be_nan() -> None:
+    into = torch.ones(1, 2)
+    pack(into, sparse([3]) * float("nan"), torch.tensor([3]), 0.0)
+    assert not into.any()
 
 
 def test_a_gradient_is_copied_whatever_it_is() -> None:

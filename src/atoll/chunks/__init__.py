@@ -6,9 +6,10 @@ from atoll.chunks.layout import lay_out
 from atoll.chunks.maps import Chunk, ChunkGroup, ChunkMap, Slot
 from atoll.chunks.memory import lay_out_memory, sizes_worth_trying
 from atoll.chunks.shapes import parse_shapes
-from atoll.chunks.specs import ParameterSpec, itemsize
+from atoll.chunks.specs import SPARSE, ParameterSpec, itemsize
 
 __all__ = [
+    "SPARSE",
     "Chunk",
     "ChunkGroup",
     "ChunkMap",

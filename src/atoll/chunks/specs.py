@@ -9,6 +9,8 @@ import msgspec
 
 from atoll.core.errors import PrepareError
 
+SPARSE = "sparse"  # the feature of a parameter of which a layer announces sparse gradients
+
 _ITEMSIZES = {
     "float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "complex64": 8, "complex128": 16,
     "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1,
@@ -19,9 +21,9 @@ _ITEMSIZES = {
 class ParameterSpec(msgspec.Struct, frozen=True):
     """A parameter as the layout sees it; a parameter's index is its place in the order of registration.
 
-    `dtype` is torch's name without `torch.`, `settings` the key of the parameter's param group, and `feature`
-    the process group that shards or replicates it. `strides`, in elements, are those of a parameter that is
-    dense but not contiguous (channels_last); empty for a contiguous one.
+    `dtype` is torch's name without `torch.`, and `settings` the key of the parameter's param group. `feature`
+    is the process group that shards or replicates it, or SPARSE. `strides`, in elements, are those of a
+    parameter that is dense but not contiguous (channels_last); empty for a contiguous one.
     """
 
     name: str

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-from atoll.chunks import Chunk, ChunkMap, ParameterSpec
+from atoll.chunks import SPARSE, Chunk, ChunkMap, ParameterSpec
 from atoll.core.errors import BindingError, PrepareError, UserError
 from atoll.tensors.sparse import check_summable
 from atoll.tensors.torch_compat import storage_handle, storage_uses
@@ -66,10 +66,18 @@ class BoundChunk:
     """One chunk of a model on torch: its memory and the parameters that live there.
 
     `names[i]` and `parameters[i]` belong to `chunk.slots[i]`. `data` is None until the first `bind`.
+    `is_sparse`: layers announce sparse gradients of its parameters.
     """
 
-    def __init__(self, chunk: Chunk, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
-        self.chunk = chunk
+    def __init__(
+        self,
+        chunk: Chunk,
+        names: Sequence[str],
+        parameters: Sequence[nn.Parameter],
+        *,
+        is_sparse: bool = False,
+    ) -> None:
+        self.chunk, self.is_sparse = chunk, is_sparse
         self.names = list(names)
         self.parameters = list(parameters)
         self.data: Buffer | None = None
@@ -166,12 +174,14 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def specs_of(
-    parameters: Mapping[str, nn.Parameter], settings: Mapping[nn.Parameter, str]
+    parameters: Mapping[str, nn.Parameter],
+    settings: Mapping[nn.Parameter, str],
+    sparse: Collection[Tensor] = (),
 ) -> list[ParameterSpec]:
     """Return the layout's description of each parameter, in registration order.
 
     `settings` maps a parameter to the key of its optimizer settings. A parameter without a key is trained by
-    no optimizer.
+    no optimizer. Those of which layers announce `sparse` gradients get chunks of their own.
     """
     return [
         ParameterSpec(
@@ -180,6 +190,7 @@ def specs_of(
             dtype=_short(parameter.dtype.to_real()),
             trainable=parameter.requires_grad,
             settings=settings.get(parameter, ""),
+            feature=SPARSE if parameter in sparse else "",
             strides=() if parameter.is_contiguous() else real_form(parameter)[1],
         )
         for name, parameter in parameters.items()
@@ -196,7 +207,8 @@ def bind_model(chunk_map: ChunkMap, parameters: Mapping[str, nn.Parameter]) -> l
     for chunk in chunk_map.chunks:
         inside = [names[slot.parameter] for slot in chunk.slots]
         first = parameters[inside[0]]
-        bound = BoundChunk(chunk, inside, [parameters[name] for name in inside])
+        is_sparse = chunk_map.groups[chunk.group].feature == SPARSE
+        bound = BoundChunk(chunk, inside, [parameters[name] for name in inside], is_sparse=is_sparse)
         bound.bind(torch.zeros(chunk.numel, dtype=first.dtype.to_real(), device=first.device))
         chunks.append(bound)
     return chunks

@@ -1,8 +1,9 @@
 """Sparse gradients: some rows of a parameter, as embeddings and functions of the script leave them.
 
-Gradients are summed dense. Where each worker makes the step, the workers agree on the rows that any of them
-has, and the optimizer gets a sparse tensor of these rows: SparseAdam and Adagrad step no other row, and a row
-of zeros is not an absent row.
+Where each worker makes the step, the workers agree on the rows that any of them has, and the optimizer gets a
+sparse tensor of these rows: SparseAdam and Adagrad step no other row, and a row of zeros is not an absent
+row. If these rows are few, they alone are summed (`pack`); else, and where steps are made elsewhere,
+gradients are summed dense.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import UserError
+
+_BITS, _NUMBERS = b"\0", b"\1"  # how `rows_in` tells rows
+_NUMBER = np.dtype("<i8")
 
 
 def check_summable(name: str, gradient: Tensor) -> None:
@@ -32,14 +36,21 @@ def check_summable(name: str, gradient: Tensor) -> None:
 
 
 def rows_in(gradient: Tensor | None) -> bytes | None:
-    """Return the rows of a sparse gradient as packed bits; no bytes for None, and None for a dense one."""
+    """Return the rows of a sparse gradient; no bytes for None, and None for a dense one.
+
+    After a first byte they are a bit for each row of the parameter, or the numbers of the rows, whichever is
+    shorter.
+    """
     if gradient is None:
         return b""
     if not gradient.is_sparse:
         return None
-    here = torch.zeros(gradient.shape[0], dtype=torch.bool)
-    here[gradient.detach().coalesce().indices()[0].cpu()] = True
-    return np.packbits(here.numpy()).tobytes()
+    rows = gradient.detach().coalesce().indices()[0].cpu().numpy()
+    if _NUMBER.itemsize * len(rows) < gradient.shape[0] // 8:
+        return _NUMBERS + rows.astype(_NUMBER).tobytes()
+    here = np.zeros(gradient.shape[0], dtype=bool)
+    here[rows] = True
+    return _BITS + np.packbits(here).tobytes()
 
 
 def union(packed: Iterable[bytes | None], rows: int) -> Tensor | None:
@@ -51,9 +62,25 @@ def union(packed: Iterable[bytes | None], rows: int) -> Tensor | None:
     for each in packed:
         if each is None:
             return None
-        if each:
-            here |= np.unpackbits(np.frombuffer(each, np.uint8), count=rows).astype(bool)
+        if each[:1] == _NUMBERS:
+            here[np.frombuffer(each, _NUMBER, offset=1)] = True
+        elif each:
+            here |= np.unpackbits(np.frombuffer(each, np.uint8, offset=1), count=rows).astype(bool)
     return torch.from_numpy(np.flatnonzero(here))
+
+
+def pack(into: Tensor, gradient: Tensor | None, rows: Tensor, scale: float = 1.0) -> None:
+    """Write a sparse gradient, multiplied by `scale`, into `into`, which has the rows `rows` alone.
+
+    `rows` ascend, and the gradient has no other. Rows that it lacks become zeros, as do all for None and for
+    a scale of 0.
+    """
+    into.zero_()
+    if gradient is None or scale == 0:  # zero times NaN would be NaN
+        return
+    gradient = gradient.detach().coalesce()
+    places = torch.searchsorted(rows, gradient.indices()[0])
+    into.index_copy_(0, places, gradient.values() * scale)
 
 
 def write(view: Tensor, gradient: Tensor, scale: float = 1.0) -> None:
@@ -74,9 +101,13 @@ def copy_gradient(view: Tensor, gradient: Tensor | None) -> None:
 def rows_of(dense: Tensor, rows: Tensor) -> Tensor:
     """Return these rows of `dense` as a sparse tensor with values of its own."""
     rows = rows.to(dense.device)
-    values = dense.index_select(0, rows)
+    return of_rows(rows, dense.index_select(0, rows), dense.shape)
+
+
+def of_rows(rows: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
+    """Return a sparse tensor of `shape` that has these `values` in its ascending `rows`."""
     return torch.sparse_coo_tensor(
-        rows.unsqueeze(0), values, dense.shape, is_coalesced=True, check_invariants=False
+        rows.unsqueeze(0), values, shape, is_coalesced=True, check_invariants=False
     )
 
 

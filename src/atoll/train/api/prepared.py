@@ -170,7 +170,7 @@ class Prepared:
         self._sync_norms: SyncNorms | None = None
         self._stepped: set[int] = set()  # the optimizers that have stepped since all had
         _refuse_wrapped(self.module)
-        sparse = _has_sparse_layers(self.module)
+        sparse = _sparse_of(self.module)
         if not workers.alone:
             self._sync_norms = SyncNorms(self.module, device, workers.place.world, more, joint=joint_norms)
         self.parameters = dict(self.module.named_parameters())
@@ -183,7 +183,8 @@ class Prepared:
             for optimizer in optimizers:
                 sent_groups(optimizer)
                 own_path(type(optimizer), config.run.strategy)
-        specs = specs_of(self.parameters, settings)
+        sums_rows = tiers is None and not strategy.brings_parameters
+        specs = specs_of(self.parameters, settings, sparse if sums_rows else ())
         described = describe(
             specs,
             self.module,
@@ -703,6 +704,7 @@ def _refuse_wrapped(module: nn.Module) -> None:
         )
 
 
-def _has_sparse_layers(module: nn.Module) -> bool:
-    """True if a layer gives its parameter sparse gradients."""
-    return any(isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse for part in module.modules())
+def _sparse_of(module: nn.Module) -> set[Tensor]:
+    """Return the parameters to which a layer gives sparse gradients."""
+    layers = (part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag)))
+    return {layer.weight for layer in layers if layer.sparse}

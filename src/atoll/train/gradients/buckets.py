@@ -20,11 +20,11 @@ class Buckets(OwnGradients):
     """Gradients on their way to others: collected in messages, each of which leaves when it is complete.
 
     Messages leave in `order`, which is equal on every worker. The last `_held_back` messages of an iteration
-    wait for the end of backward.
+    wait for the end of backward. `messages` are all, those in `order` and others.
     """
 
     def __init__(self, owner: SummedReducer, order: list[Bucket], nodes: Sequence[Any]) -> None:
-        self._owner, self.order = owner, order
+        self._owner, self.order, self.messages = owner, order, list(order)
         self.chunks = {c.bound.chunk.id: c for message in order for c in message.chunks}
         self._held_back = 0
         self._arrivals: list[int] = []  # ids of messages as they filled in this backward
@@ -54,16 +54,17 @@ class Buckets(OwnGradients):
     @property
     def in_order(self) -> list[BucketChunk]:
         """The chunks in the order in which they leave."""
-        return [chunk for message in self.order for chunk in message.chunks]
+        return [chunk for message in self.messages for chunk in message.chunks]
 
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
         self.order.clear()
+        self.messages.clear()
         self.chunks.clear()
 
     def begin(self) -> None:
-        for message in self.order:
+        for message in self.messages:
             message.begin()
         self._left = 0
         self.begin_chunks()

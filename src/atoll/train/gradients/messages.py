@@ -16,7 +16,7 @@ from torch import Tensor
 
 from atoll.core.weighing import SAID as SAID_OF_WEIGHT
 from atoll.tensors.binding import BoundChunk, Buffer
-from atoll.tensors.sparse import check_summable, rows_of, write
+from atoll.tensors.sparse import check_summable, of_rows, pack, rows_of, write
 from atoll.tensors.torch_compat import copy_all
 from atoll.train.gradients.alike import SAID
 from atoll.train.group.channel import Pending
@@ -40,6 +40,7 @@ class BucketChunk:
         self.bound = bound
         self.published = Buffer(bound.chunk, bound.parameters, flat)
         self.kept: list[Tensor | None] = []
+        self._summed: dict[int, Tensor] = {}  # by slot, the sums of the rows that any worker has
         self.fired = [False] * len(bound.parameters)
         self.missing = len(bound.parameters)
         self.taken = 0  # number of this backward's gradients that are in the published buffer, scaled
@@ -50,6 +51,7 @@ class BucketChunk:
 
     def begin(self) -> None:
         self._odd = False
+        self._summed = {}
         if self.missing < len(self.fired):
             self.fired = [False] * len(self.fired)
             self.missing = len(self.fired)
@@ -69,6 +71,7 @@ class BucketChunk:
     def move(self, flat: Tensor) -> None:
         """Reduce in other memory from now on. This worker's own gradients stay where they are, and are taken
         anew."""
+        self._summed = {}
         before, self.published = self.published, Buffer(self.bound.chunk, self.bound.parameters, flat)
         for parameter, view in zip(self.bound.parameters, before.views, strict=True):
             if parameter.grad is view:
@@ -113,6 +116,30 @@ class BucketChunk:
         for index, gradient in enumerate(gradients):
             self.take(index, gradient, scale)
 
+    def check_own(self) -> None:
+        """Raise an error for a gradient of this worker's that cannot be summed."""
+        for index, parameter in enumerate(self.bound.parameters):
+            self.check(index, parameter.grad)
+
+    def elements(self, rows: Mapping[int, Tensor]) -> int:
+        """Return how many elements these rows of the parameters have; `rows` are by slot."""
+        parameters = self.bound.parameters
+        return sum(len(here) * parameters[index].shape[1:].numel() for index, here in rows.items())
+
+    def pack(self, rows: Mapping[int, Tensor], flat: Tensor, scale: float) -> int:
+        """Put the rows of this worker's gradients, scaled, into `flat`, where they are summed and published.
+        Return the number of elements that they take.
+
+        `rows` has, by slot, the rows that any worker has; a slot without rows has no gradient anywhere.
+        """
+        end = 0
+        for index, here in rows.items():
+            row = self.bound.parameters[index].shape[1:]
+            begin, end = end, end + len(here) * row.numel()
+            self._summed[index] = flat[begin:end].view(len(here), *row)
+            pack(self._summed[index], self.own()[index], here.to(flat.device), scale)
+        return end
+
     def again(self) -> None:
         """Take the gradients anew, and at the end of backward from now on: one changed after the chunk had
         left."""
@@ -129,7 +156,10 @@ class BucketChunk:
         self.kept = [parameter.grad for parameter in self.bound.parameters]
         self.show(present)
         for index, here in rows.items():
-            self.bound.parameters[index].grad = rows_of(self.published.views[index], here)
+            view, summed = self.published.views[index], self._summed.get(index)
+            self.bound.parameters[index].grad = (
+                rows_of(view, here) if summed is None else of_rows(here.to(view.device), summed, view.shape)
+            )
         for index, own in enumerate(self.kept) if self._odd else ():
             if own is not None and own.requires_grad and not own.is_sparse:
                 with torch.enable_grad():
@@ -207,6 +237,8 @@ class Bucket:
         self.dirty = False  # a gradient came after the message had left
         self.waits = False  # its hooks do nothing: the message leaves when backward has ended
         self.sent = False
+        self.waits_for_rows = False  # until the workers know which rows its sparse gradients have
+        self.summed: Tensor | None = None  # the sums of these rows, 1-D; None: `gradients` has the sums
         self.work: Pending | None = None
         ids = [chunk.bound.chunk.id for chunk in self.chunks]
         which = f"chunk {ids[0]}" if len(ids) == 1 else f"chunks {', '.join(map(str, ids))}"
@@ -232,7 +264,7 @@ class Bucket:
     def begin(self) -> None:
         """Be a message that has not left."""
         self.dirty = self.sent = False
-        self.work = None
+        self.work = self.summed = None
 
     def move(self, room: int = 0) -> None:
         """Take other memory, with as many spare elements as before, or `room` if that is more.
@@ -245,7 +277,7 @@ class Bucket:
         self._flat, self._more = self.gradients, 0
         for chunk, start in zip(self.chunks, self._starts, strict=True):
             chunk.move(self.memory[start : start + chunk.bound.chunk.extent])
-        self.work = None
+        self.work = self.summed = None
 
     def make_room(self, room: int) -> None:
         """Have at least `room` spare elements. The message has not left."""
@@ -308,7 +340,8 @@ class Tail:
 
 
 def lay_messages(chunks: Iterable[BoundChunk], at_least: int, more: int = 0) -> list[Bucket]:
-    """Group neighbouring chunks of one dtype into messages of `at_least` bytes where possible.
+    """Group neighbouring chunks of one dtype into messages of `at_least` bytes where possible. Chunks whose
+    gradients are announced as sparse, and others, are not in one message.
 
     Each message has spare room for an agreement: HEAD values, one for each message and each parameter, and
     `more`.
@@ -316,7 +349,8 @@ def lay_messages(chunks: Iterable[BoundChunk], at_least: int, more: int = 0) -> 
     groups: list[list[BoundChunk]] = []
     for bound in chunks:
         small = groups and sum(member.chunk.nbytes for member in groups[-1]) < at_least
-        if small and groups[-1][0].flat.dtype == bound.flat.dtype:
+        kind = bound.flat.dtype, bound.is_sparse
+        if small and kind == (groups[-1][0].flat.dtype, groups[-1][0].is_sparse):
             groups[-1].append(bound)
         else:
             groups.append([bound])

@@ -57,10 +57,13 @@ class Boundary:
 class Carrier(Protocol):
     """The gradients of one model on their way through a ring, for one place in which gradients lie.
 
-    `chunks` has the chunks whose gradients lie in the device's memory, by id.
+    Attributes:
+        chunks: the chunks whose gradients lie in the device's memory, by id.
+        by_rows: the ids of messages that wait until the workers know which rows their sparse gradients have.
     """
 
     chunks: dict[int, BucketChunk]
+    by_rows: list[int]
 
     @property
     def gradients(self) -> OwnGradients:
@@ -77,9 +80,9 @@ class Carrier(Protocol):
     def said(self) -> list[float]:
         """Return this member's report on each message (`Bucket.says`). Empty: there is nothing to report."""
 
-    def share_rows(self, own: ContributionWeight, agreed: Agreement, ballot: Ballot) -> None:
-        """Find out which rows sparse gradients have, if the members' reports say that there are some. A
-        collective."""
+    def carry_rows(self, own: ContributionWeight, scale: float, agreed: Agreement, ballot: Ballot) -> None:
+        """Find out which rows sparse gradients have, if the members' reports say that there are some, and sum
+        the gradients that have waited for that, each multiplied by `scale`. A collective."""
 
     def anew(self) -> None:
         """Begin the iteration again in another ring. The former ring may still write into the memory of
@@ -111,6 +114,9 @@ class Carrier(Protocol):
     def leave_in(self, order: Sequence[int]) -> None:
         """Let messages leave in this order of their ids from now on; empty: in the order in which they were
         laid out."""
+
+    def take_by_rows(self, ids: Sequence[int]) -> None:
+        """Take another member's `by_rows`."""
 
     def flat_gradients(self, bound: BoundChunk) -> tuple[Tensor, tuple[bool, ...]] | None:
         """Return a chunk's gradients as the script has left them, (extent,), and for each slot whether it has
@@ -271,7 +277,7 @@ class RingSum(GroupSum):
             self.carrier.carry_again(scaling.of(own), dirty)
             agreed = self._read(own, self._ballot.sum(self._said(own)))
         if self.shows_mean:
-            self.carrier.share_rows(own, agreed, self._ballot)
+            self.carrier.carry_rows(own, scaling.of(own), agreed, self._ballot)
         self._ballot.tell_beside(own, agreed)
         points.reach("ring.agreed", self.steps)
         order = self._measured_order()
@@ -361,21 +367,25 @@ class RingSum(GroupSum):
         self._treatments.latest = None
 
     def member_state(self) -> dict[str, Any]:
-        """Return the measured order of messages, whether the loop begins with this model, and the state of
-        `Ballot`."""
+        """Return the measured order of messages, which of them are summed by rows, whether the loop begins
+        with this model, and the state of `Ballot`."""
         order = self.carrier.ids if self._order_is_measured else []
         begins = self._boundary.begins_with == self._number
-        return {"order": order, "begins": begins, **self._ballot.member_state()}
+        by_rows = self.carrier.by_rows
+        return {"order": order, "by_rows": by_rows, "begins": begins, **self._ballot.member_state()}
 
     def check_member_state(self, state: Mapping[str, Any]) -> None:
         if state["order"] and sorted(state["order"]) != sorted(self.carrier.ids):
             raise ValueError(f"messages leave in the order {state['order']!r}, which are not this model's")
+        if not {*state["by_rows"]} <= {*self.carrier.ids}:
+            raise ValueError(f"messages {state['by_rows']!r} are summed by rows, which are not this model's")
         if type(state["begins"]) is not bool:
             raise ValueError(f"whether the loop begins with this model is {state['begins']!r}")
         self._ballot.check_member_state(state)
 
     def load_member_state(self, state: Mapping[str, Any]) -> None:
         self._leave_in(state["order"])
+        self.carrier.take_by_rows(state["by_rows"])
         self._ballot.load_member_state(state)
         if state["begins"]:
             self._boundary.begins_with = self._number
@@ -385,6 +395,11 @@ class RingBuckets(Buckets):
     """Gradients in messages that leave while backward goes on.
 
     A message has at least `least` bytes if its chunks have enough neighbours of their dtype.
+
+    If all gradients of a message were sparse in an iteration, and the rows that any worker had were few, the
+    message waits in the next one until the workers know its rows. Then they sum these rows alone. So do
+    messages of gradients that layers announce as sparse, from the first iteration on. `order` has the other
+    messages.
     """
 
     def __init__(
@@ -398,51 +413,85 @@ class RingBuckets(Buckets):
         buffers = ring_sum.buffers
         super().__init__(owner, lay_messages(chunks, least, 0 if buffers is None else len(buffers)), nodes)
         self._sum, self._ring = ring_sum, ring_sum.ring
+        self._may_ride = _may_ride(self.messages)
         self._scales_by: float | None = None  # this backward's scale, once its first gradient has come
         self._repeats = False  # True: the gradients of messages that have left come again
-        self._agreement_rides = _agreement_rides(self.order)
         self._waits_for_device = any(message.memory.device.type != "cpu" for message in self.order)
-        self._held_back = int(self._agreement_rides)  # the message that carries the agreement
-        self._arrange(is_measured=len(self.order) == 1)
+        self._is_measured = len(self.order) == 1
+        # Where layers announce sparse gradients, few rows are expected at first.
+        expected = [message.id for message in self.order if message.chunks[0].bound.is_sparse]
+        self.take_by_rows(expected if ring_sum.shows_mean else [])
 
     @property
     def gradients(self) -> OwnGradients:
         return self
 
     def said(self) -> list[float]:
-        return [message.says() for message in self.order]
+        return [message.says() for message in self.messages]
 
-    def share_rows(self, own: ContributionWeight, agreed: Agreement, ballot: Ballot) -> None:
+    def carry_rows(self, own: ContributionWeight, scale: float, agreed: Agreement, ballot: Ballot) -> None:
         if any(agreed.sparse_messages):
-            ballot.share_rows(own, agreed, self.order)
+            ballot.share_rows(own, agreed, self.messages)
+        if not self.by_rows:
+            return
+        waiting = [message for message in self.messages if message.waits_for_rows]
+        for message in waiting:
+            few = self._few(message, agreed.rows, agreed.present)
+            if few is None:
+                self._send(message, scale)
+            else:
+                self._send_rows(message, agreed.rows, scale, few)
+        self._wait([message for message in waiting if message.summed is None or len(message.summed)])
+
+    def _few(self, message: Bucket, rows: Rows, present: Sequence[Sequence[bool]]) -> int | None:
+        """Return how many elements of a message the sum takes by rows. None: a gradient is dense, or the rows
+        that any member has are more than half of all."""
+        few = 0
+        for chunk, here in zip(self._laid, present, strict=True):
+            if chunk in message.chunks:
+                of_chunk = rows.get(chunk.bound.chunk.id, {})
+                if any(there and slot not in of_chunk for slot, there in enumerate(here)):
+                    return None
+                few += chunk.elements(of_chunk)
+        return few if 2 * few <= message.gradients.numel() else None
 
     def measured(self) -> list[int]:
         return self._arrivals
 
     def leave_in(self, order: Sequence[int]) -> None:
         if order:
-            by_id = {message.id: message for message in self.order}
-            self.order = [by_id[each] for each in order]
+            by_id = {message.id: message for message in self.messages}
+            self.messages = [by_id[each] for each in order]
         else:
-            self.order.sort(key=lambda message: message.number)
-        self._arrange(is_measured=bool(order) or len(self.order) == 1)
+            self.messages.sort(key=lambda message: message.number)
+        self._is_measured = bool(order) or len(self.messages) == 1
+        self._arrange()
 
-    def _arrange(self, *, is_measured: bool) -> None:
-        """Follow the present order of messages.
+    def take_by_rows(self, ids: Sequence[int]) -> None:
+        self.by_rows = list(ids)
+        for message in self.messages:
+            message.waits_for_rows = message.id in self.by_rows
+        self._arrange()
+
+    def _arrange(self) -> None:
+        """Follow the present order of messages, and which of them wait for their rows.
 
         The gradients of the last message are taken all together, if it is known to stay the last one.
         """
-        for message in self.order:
-            message.waits = False
-        if is_measured and self._held_back:
+        self.order = [message for message in self.messages if not message.waits_for_rows]
+        self._agreement_rides = self._may_ride and bool(self.order)
+        self._held_back = int(self._agreement_rides)  # the message that carries the agreement
+        for message in self.messages:
+            message.waits = message.waits_for_rows
+        if self._is_measured and self._held_back:
             self.order[-1].waits = True
-        self.ids = [message.id for message in self.order]
+        self.ids = [message.id for message in self.messages]
         self._laid = self.in_order
         self.bounds = [chunk.bound for chunk in self._laid]
         self._tail: Tail | None = None
 
     def anew(self) -> None:
-        for message in self.order:
+        for message in self.messages:
             message.move()
             message.dirty = False
         self._left, self._repeats = 0, False
@@ -460,6 +509,9 @@ class RingBuckets(Buckets):
             if tail is None or tail.memory is not self.order[-1].memory:
                 tail = self._tail = Tail(self.order[-1])
             tail.write(said)
+        for message in self.messages if self.by_rows else ():
+            for chunk in message.chunks if message.waits_for_rows else ():
+                chunk.check_own()
         for message in self.rest:
             message.sent = True
             self._send(message, scale, len(said) if tail is not None and message is self.order[-1] else 0)
@@ -470,7 +522,7 @@ class RingBuckets(Buckets):
     def carry_again(self, scale: float, dirty: Sequence[bool] | None) -> None:
         again = self.order
         if dirty is not None:
-            again = [message for message, wrong in zip(self.order, dirty, strict=True) if wrong]
+            again = [message for message, wrong in zip(self.messages, dirty, strict=True) if wrong]
         for message in again:
             message.take_anew()
             self._send(message, scale)
@@ -479,11 +531,24 @@ class RingBuckets(Buckets):
     def publish(self, factor: float, present: Sequence[Sequence[bool]], rows: Rows, *, apart: bool) -> None:
         del apart  # own gradients are kept in the tensors that autograd made
         self._repeats = False
-        for message in self.order:
+        for message in self.messages:
             if factor != 1.0:
-                message.gradients.mul_(factor)
+                (message.gradients if message.summed is None else message.summed).mul_(factor)
         for chunk, here in zip(self._laid, present, strict=True):
             chunk.publish(here, rows.get(chunk.bound.chunk.id, {}))
+        if rows or self.by_rows:
+            self._choose(rows, present)
+
+    def _choose(self, rows: Rows, present: Sequence[Sequence[bool]]) -> None:
+        """Let messages wait for their rows in the next iteration that had few in this one. A message without
+        gradients goes on as before."""
+        by_rows = []
+        for message in self.messages:
+            few = self._few(message, rows, present)
+            if few or (few == 0 and message.waits_for_rows):
+                by_rows.append(message.id)
+        if by_rows != self.by_rows:
+            self.take_by_rows(by_rows)
 
     def begin(self) -> None:
         if self._repeats:
@@ -510,13 +575,23 @@ class RingBuckets(Buckets):
         """Begin to reduce a message, and `more` values of its spare room."""
         for chunk in message.chunks:
             chunk.settle(scale)
-        flat = message.flat(more)
+        self._sum_over_ring(message, message.flat(more))
+
+    def _sum_over_ring(self, message: Bucket, flat: Tensor) -> None:
         try:
             message.work = self._ring.data.sum(flat)
         except BrokenRingError:  # backward cannot repair the ring: `_wait` raises
             message.work = None
         self._owner.bytes_sent += self._ring.data.sends(flat.numel() * flat.element_size())
         points.reach("ring.sent", self._owner.steps)
+
+    def _send_rows(self, message: Bucket, rows: Rows, scale: float, elements: int) -> None:
+        """Begin to reduce the rows of a message's sparse gradients, which have so many elements."""
+        message.summed, end = message.memory.new_empty(elements), 0
+        for chunk in message.chunks:
+            end += chunk.pack(rows.get(chunk.bound.chunk.id, {}), message.summed[end:], scale)
+        if elements:
+            self._sum_over_ring(message, message.summed)
 
     def _wait(self, messages: Sequence[Bucket]) -> None:
         for message in messages:
@@ -553,8 +628,8 @@ def over_ring(ring: AnyRing, calls: Calls, message_bytes: int, **options: Any) -
     )
 
 
-def _agreement_rides(messages: Sequence[Bucket]) -> bool:
-    """True if the agreement may travel in the last message.
+def _may_ride(messages: Sequence[Bucket]) -> bool:
+    """True if the agreement may travel in one of these messages.
 
     The messages must lie in the CPU's memory, and be all float32 or all float64, so that they hold the
     agreement's numbers exactly.

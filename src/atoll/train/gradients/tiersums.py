@@ -47,6 +47,7 @@ class TierCarrier(OwnGradients):
         self._held, self._stays = held, stays
         self._nonfinite: list[str] = []
         self.ids: list[int] = []  # there are no messages
+        self.by_rows: list[int] = []
         self.chunks: dict[int, BucketChunk] = {}
         self.are_apart = False
         self.present: dict[int, list[bool]] = {}
@@ -71,11 +72,14 @@ class TierCarrier(OwnGradients):
     def said(self) -> list[float]:
         return []
 
-    def share_rows(self, own: ContributionWeight, agreed: Agreement, ballot: Ballot) -> None:
+    def carry_rows(self, own: ContributionWeight, scale: float, agreed: Agreement, ballot: Ballot) -> None:
         """Do nothing: no gradient in tiers is sparse."""
 
     def measured(self) -> list[int]:
         return []
+
+    def take_by_rows(self, ids: Sequence[int]) -> None:
+        """Do nothing: there are no messages."""
 
     def leave_in(self, order: Sequence[int]) -> None:
         """Do nothing: chunks leave in the order in which they were laid out."""
