@@ -4,7 +4,6 @@ PyTorch. In float64 the two differ in the order of additions at most.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,9 @@ from atoll.core.config import Config, Run, Sync
 from atoll.core.errors import UserError
 from atoll.core.memory import Memory
 from atoll.memory.parameters import ChunkParameter
+from atoll.tensors.optimizer import copied
 from atoll.tensors.stepunit import tensor_bytes
-from support.optimizers import BlockwiseSGD, ManyStates
+from support.optimizers import BlockwiseSGD, Halves, HalvesSGD, ManyStates
 from support.pool import WorkerPool, ring_of_one
 from support.runs import KINDS, alone, run_at, run_with
 
@@ -42,12 +42,16 @@ def many_states(parameters: Any) -> torch.optim.Optimizer:
     return ManyStates(parameters, lr=0.05)
 
 
+def halves(parameters: Any) -> torch.optim.Optimizer:
+    return HalvesSGD(parameters, lr=0.05)
+
+
 def blockwise(parameters: Any) -> torch.optim.Optimizer:
     """Return an optimizer with a state of another dtype for large parameters."""
     return BlockwiseSGD(parameters, lr=0.05, block=64, least=500)
 
 
-MAKERS = [muon, adafactor, many_states]
+MAKERS = [muon, adafactor, many_states, halves]
 HERE = ("ring", "hierarchical", "elastic")  # each worker steps its own copy
 ELSEWHERE = ("server", "ps-hra")  # the shards step
 
@@ -97,7 +101,7 @@ def trained_in_tiers(session: atoll.Session, make: Make) -> tuple[list[list[Tens
     session.prepare(model, optimizer)
     assert all(isinstance(parameter, ChunkParameter) for parameter in model.parameters())
     share = slice(session.rank * SAMPLES, (session.rank + 1) * SAMPLES)
-    return steps_of(model, optimizer, share), copy.deepcopy(optimizer.state_dict()["state"])
+    return steps_of(model, optimizer, share), copied(optimizer.state_dict()["state"])
 
 
 def check_states(found: Any, right: Any) -> None:
@@ -107,6 +111,8 @@ def check_states(found: Any, right: Any) -> None:
         assert found.keys() == right.keys()
         for key, value in right.items():
             check_states(found[key], value)
+    elif isinstance(right, Halves):
+        check_states([found.high, found.rest], [right.high, right.rest])
     elif isinstance(right, (list, tuple)):
         assert len(found) == len(right)
         for one, other in zip(found, right, strict=True):
@@ -153,7 +159,7 @@ def test_one_asynchronous_worker_steps_as_plain_torch(pool: WorkerPool, kind: st
 @pytest.mark.parametrize("kind", ["tiers", "server tiers", "peers tiers"])
 def test_each_step_in_tiers_is_plain_torchs(pool: WorkerPool, kind: str, make: Make) -> None:
     """Members of a ring have whole chunks; shards and CPU sides step whole tensors for values in tiers."""
-    if kind == "server tiers" and make is many_states:
+    if kind == "server tiers" and make in (many_states, halves):
         pytest.skip("its class is the test's own, which a shard does not import")
     check_like_plain(run_at(pool, kind, trained_in_tiers, make, world=WORLD), make)
 
@@ -177,11 +183,13 @@ def gone_back(session: atoll.Session, make: Make, folder: str) -> tuple[list[Ten
     return then, steps_of(model, optimizer, share)[-1]
 
 
-@pytest.mark.parametrize("make", [muon, adafactor])
-@pytest.mark.parametrize("kind", ["tiers", "server tiers", "peers tiers"])
+@pytest.mark.parametrize("make", [muon, adafactor, halves])
+@pytest.mark.parametrize("kind", ["ring", "tiers", "server tiers", "peers tiers"])
 def test_a_checkpoint_in_tiers_has_every_state(
     pool: WorkerPool, kind: str, make: Make, tmp_path: Path
 ) -> None:
+    if kind == "server tiers" and make is halves:
+        pytest.skip("its class is the test's own, which a shard does not import")
     for then, again in run_at(pool, kind, gone_back, make, str(tmp_path / "saved"), world=WORLD):
         assert all(map(torch.equal, then, again))
 
@@ -215,11 +223,11 @@ def under_a_quarter(session: atoll.Session, make: Make) -> tuple[list[list[Tenso
     assert tiers.fitted is not None
     figures = tiers.fitted.stats()
     assert figures.device_peak <= budget
-    return seen, copy.deepcopy(optimizer.state_dict()["state"]), figures.device_peak
+    return seen, copied(optimizer.state_dict()["state"]), figures.device_peak
 
 
 @pytest.mark.parametrize("world", [1, WORLD])
-@pytest.mark.parametrize("make", [adafactor, blockwise])
+@pytest.mark.parametrize("make", [adafactor, blockwise, halves])
 def test_a_quarter_of_the_model_on_the_device(pool: WorkerPool, make: Make, world: int) -> None:
     """Row and column factors, and 8-bit codes with their scales, under a budget of a quarter of the values.
 

@@ -99,6 +99,71 @@ class ManyStates(torch.optim.Optimizer):
         parameter.sub_((matrix * scale).reshape(parameter.shape), alpha=group["lr"] / float(state["step"]))
 
 
+class Halves(torch.Tensor):
+    """A tensor that is made of two others, whose sum it stands for, as quantised states are made of codes and
+    scales. Of torch's operations it has `detach` alone."""
+
+    @staticmethod
+    def __new__(cls, high: torch.Tensor, rest: torch.Tensor) -> Halves:
+        made: Halves = torch.Tensor._make_wrapper_subclass(cls, rest.shape, dtype=rest.dtype)
+        made.high, made.rest = high, rest
+        return made
+
+    high: torch.Tensor
+    rest: torch.Tensor
+
+    def whole(self) -> torch.Tensor:
+        return self.high.to(self.rest.dtype) + self.rest
+
+    def become(self, values: torch.Tensor) -> None:
+        self.high.copy_(values)
+        self.rest.copy_(values - self.high.to(values.dtype))
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["high", "rest"], [self.rest.dtype, True]
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: Any, context: Any, shape: Any, stride: Any) -> Halves:
+        assert context == [parts["rest"].dtype, True]
+        assert shape == parts["rest"].shape
+        return cls(parts["high"], parts["rest"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any, kwargs: Any = None) -> Any:  # type: ignore[override]
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].high.detach(), args[0].rest.detach())
+        raise NotImplementedError(f"Halves has no {function}")
+
+
+class HalvesSGD(torch.optim.Optimizer):
+    """SGD whose momentum is a tensor of a class of its own, and whose learning rate must be a tensor, as in
+    torchao's optimizers."""
+
+    def __init__(self, params: Any, lr: float = 0.05, momentum: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        self.param_groups[-1]["lr"] = torch.as_tensor(self.param_groups[-1]["lr"])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        del closure
+        for group in self.param_groups:
+            if not isinstance(group["lr"], torch.Tensor):
+                raise RuntimeError("the learning rate is no tensor any more; fill it")
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    if "momentum" not in state:
+                        high = torch.zeros_like(parameter, dtype=torch.float32)
+                        state["momentum"] = Halves(high, torch.zeros_like(parameter))
+                        state["blocks"] = torch.ones(3)  # no element-wise state either
+                    moving = state["momentum"].whole() * group["momentum"] + parameter.grad
+                    state["momentum"].become(moving)
+                    parameter.sub_(moving * group["lr"])
+
+
 class ScheduleFreeSGD(torch.optim.Optimizer):
     """SGD whose parameters are the average of its iterates after `eval()`, as in the package schedulefree.
 

@@ -20,7 +20,8 @@ from torch import nn
 
 from atoll.core.errors import CheckpointError
 from atoll.tensors.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from atoll.tensors.trees import check_encodable, decode
+from atoll.tensors.trees import Encoder, check_encodable, decode
+from support.optimizers import Halves
 
 MODEL = {"weight": torch.arange(6.0).reshape(2, 3), "bias": torch.ones(3)}
 
@@ -232,6 +233,20 @@ def test_tensors_of_indices_and_values_come_back(tmp_path: Path, values: torch.T
     assert back.is_coalesced()
     assert back.indices().tolist() == [[1, 5]]
     assert torch.equal(back.to_dense(), tensor.to_dense())
+
+
+def test_tensors_that_are_made_of_others_come_back(tmp_path: Path) -> None:
+    """As the states of torchao's optimizers; a class that another process has not imported is named."""
+    tensor = Halves(torch.rand(3, 2), torch.rand(3, 2).double())
+    back = round_trip(tmp_path, {"momentum": tensor, "a": 1})["momentum"]
+    assert type(back) is Halves
+    assert torch.equal(back.whole(), tensor.whole())
+    encoded = Encoder().encode(tensor, "s")
+    parts = dict.fromkeys(encoded["parts"])
+    with pytest.raises(
+        ValueError, match=r"'gone:Halves', which is no class of tensors that is imported here"
+    ):
+        decode({**encoded, "class": "gone:Halves", "parts": parts}, {})
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")

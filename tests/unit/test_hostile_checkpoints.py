@@ -22,6 +22,7 @@ MODEL = {"weight": torch.arange(6.0)}
 TREES = {"optimizer": {"m": torch.ones(2)}, "state": {"iteration": 3}}
 FILES = ("manifest.json", "state.json", "model.safetensors", "optimizer.safetensors")
 SECONDS = 10
+HALVES = "support.optimizers:Halves"  # a class of tensors
 
 
 @pytest.fixture(autouse=True)
@@ -239,6 +240,11 @@ def test_a_manifest_that_is_no_utf8_and_one_of_a_terabyte(tmp_path: Path) -> Non
         {"$": "dict", "items": [[[], 1]]},
         {"$": "dict", "items": 5},
         {"$": "Counter", "items": [[1]]},
+        {"$": "dtype", "name": "save"},
+        {"$": "wrapped", "class": "os:system", "parts": {}, "shape": [1], "stride": [1], "context": None},
+        {"$": "wrapped", "class": HALVES, "parts": {}, "shape": [1], "stride": [1], "context": None},
+        {"$": "wrapped", "class": HALVES, "parts": 3, "shape": [1], "stride": [1], "context": None},
+        {"$": "wrapped", "class": 3},
         {"$": []},
         {"$": "\ud800" * 10**5},
     ],

@@ -19,10 +19,11 @@ from atoll.tensors.binding import specs_of
 from atoll.tensors.packing import pack, unpack
 from atoll.tensors.shardoptimizer import Scratch, ShardOptimizer, full_name
 from atoll.tensors.wholechunk import WholeChunk
-from support.optimizers import ManyStates
+from atoll.wire.messages import plain_hyperparameters
+from support.optimizers import Halves, HalvesSGD, ManyStates
 
 SHAPES = [(20, 32), (48, 20), (4, 48), (3, 5, 3, 3), (7,), ()]
-CLASSES = [torch.optim.Adafactor, torch.optim.Muon, ManyStates]
+CLASSES = [torch.optim.Adafactor, torch.optim.Muon, ManyStates, HalvesSGD]
 
 
 class Twins:
@@ -52,7 +53,7 @@ class Twins:
     def another(self, layout: ChunkMap | None = None) -> ShardOptimizer:
         """Return a shard without values."""
         path = f"{self.class_.__module__}:{self.class_.__qualname__}"
-        settings = {key: value for key, value in self.plain.param_groups[0].items() if key != "params"}
+        settings = plain_hyperparameters(self.plain.param_groups)[0]
         layout = layout or self.layout
         ids = [chunk.id for chunk in layout.chunks]
         kinds = [OptimizerKind(full_name(self.class_), 1, by_tensor=True)]
@@ -168,9 +169,37 @@ def test_every_state_comes_back_as_it_was() -> None:
     assert again["empty"].shape == (0, 3)
 
 
+PART = {"tensor": "float32", "shape": [2], "at": 0}
+TWO = {"high": PART, "rest": PART}
+WRAPPED = {"shape": [2], "stride": [1], "parts": TWO, "context": {"list": [{"dtype": "float32"}, True]}}
+HALVES = "support.optimizers:Halves"
+
+
+def test_words_of_a_tensor_that_is_made_of_others() -> None:
+    (state,) = unpack(torch.ones(8, dtype=torch.uint8), [{"key": {"wrapped": HALVES, **WRAPPED}}])
+    assert type(state["key"]) is Halves
+    assert state["key"].shape == (2,)
+
+
 @pytest.mark.parametrize(
     "said",
     [
+        {"wrapped": HALVES, **WRAPPED, "shape": [3]},
+        {"wrapped": HALVES, **WRAPPED, "shape": ["a"]},
+        {"wrapped": HALVES, **WRAPPED, "shape": 2},
+        {"wrapped": HALVES, **WRAPPED, "stride": None},
+        {"wrapped": HALVES, **WRAPPED, "context": None},
+        {"wrapped": HALVES, **WRAPPED, "parts": {"high": PART}},
+        {"wrapped": HALVES, **WRAPPED, "parts": {**TWO, "rest": 1}},
+        {"wrapped": HALVES, **WRAPPED, "parts": {**TWO, "rest": {**PART, "shape": [99]}}},
+        {"wrapped": "support.optimizers:HalvesSGD", **WRAPPED},
+        {"wrapped": "torch:Tensor", **WRAPPED},
+        {"wrapped": "torch.nested._internal.nested_tensor:NestedTensor", **WRAPPED},
+        {"wrapped": "os:system", **WRAPPED},
+        {"wrapped": "no.such.module:Halves", **WRAPPED},
+        {"wrapped": "", **WRAPPED},
+        {"dtype": "save"},
+        {"dtype": "quint8"},
         {"tensor": "float32", "shape": [2], "at": 4},
         {"tensor": "float32", "shape": [2], "at": -4},
         {"tensor": "float32", "shape": [-1], "at": 0},

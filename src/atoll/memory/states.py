@@ -21,6 +21,7 @@ from atoll.memory.stepqueue import Settings
 from atoll.tensors.lazy import LazyTensor
 from atoll.tensors.optimizer import State, copied, signature
 from atoll.tensors.stepunit import Unit, unit_of
+from atoll.tensors.wrapped import clone, is_wrapped
 
 # (first and last slot, states of each parameter as a whole, keys of the element-wise states)
 Kept: TypeAlias = tuple[tuple[int, int], State, frozenset[str]]
@@ -228,8 +229,11 @@ class ChunkStates:
         if not isinstance(value, Tensor):
             return copied(value)
         if settings is None or not value.is_floating_point():
-            return value.detach().clone()
-        return value.detach().to("cpu", value.dtype if key == "step" else self.dtype, copy=True)
+            return clone(value.detach())
+        dtype = value.dtype if key == "step" else self.dtype
+        if is_wrapped(value):
+            return clone(value.detach().to("cpu", dtype))
+        return value.detach().to("cpu", dtype, copy=True)
 
     def follow_values(self) -> None:
         """Update the master where values were changed: where a value is not its master rounded."""

@@ -45,6 +45,7 @@ from atoll.tensors.torch_compat import (
     unscale,
     version_of,
 )
+from atoll.tensors.wrapped import clone
 
 State: TypeAlias = dict[str, Any]
 CHANGE_BEFORE = "add and remove parameters and groups before it"
@@ -941,14 +942,14 @@ def own_tensors(states: Iterable[State]) -> None:
                 continue
             place = storage_key(value)
             if place in seen:
-                state[key] = value.clone()
+                state[key] = clone(value)
             seen.add(place)
 
 
 def copied(value: Any) -> Any:
     """Return a copy of a state, in which later changes of the state do not show."""
     if isinstance(value, Tensor):
-        return value.clone()
+        return clone(value)
     if type(value) in (list, tuple):
         return type(value)(map(copied, value))
     return {key: copied(each) for key, each in value.items()} if type(value) is dict else value

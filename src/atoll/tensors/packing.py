@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from atoll.core.errors import UserError
 from atoll.tensors.lazy import LazyTensor, read_whole
+from atoll.tensors.wrapped import class_named, flattened, is_wrapped, made_of, name_of
 
 PACKED = "packed"  # the key of the bytes, beside the keys of element-wise states
 Words: TypeAlias = list[dict[str, Any]]  # for each parameter, its state, with words in place of tensors
@@ -46,6 +47,17 @@ def pack(states: Sequence[dict[str, Any]]) -> tuple[Tensor, Words]:
             found.append((start, value))
             dtype = str(value.dtype).removeprefix("torch.")
             return {"tensor": dtype, "shape": list(value.shape), "at": start}
+        if is_wrapped(value):
+            parts, context = flattened(value)
+            return {
+                "wrapped": name_of(type(value)),
+                "shape": list(value.shape),
+                "stride": list(value.stride()),
+                "parts": {key: words_of(part, name) for key, part in parts.items()},
+                "context": words_of(context, name),
+            }
+        if isinstance(value, torch.dtype):
+            return {"dtype": str(value).removeprefix("torch.")}
         if isinstance(value, float):  # JSON has no infinity
             return value if math.isfinite(value) else {"float": repr(value)}
         if isinstance(value, _PLAIN):
@@ -73,7 +85,8 @@ def unpack(flat: Tensor, words: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 
     Raises UserError for words that do not fit the bytes.
     """
-    return _unpacked(words, partial(_tensor, lambda: flat))
+    read = partial(_tensor, lambda: flat)
+    return _unpacked(words, read, read)
 
 
 def unpack_lazily(
@@ -95,18 +108,38 @@ def unpack_lazily(
             lambda: _tensor(read, name, shape, start).to(where), shape, _dtype(name, shape), where
         )
 
-    return _unpacked(words, lazy)
+    return _unpacked(words, lazy, lambda name, shape, start: _tensor(read, name, shape, start).to(device))
 
 
 def _unpacked(
-    words: Sequence[Mapping[str, Any]], tensor: Callable[[str, list[Any], int], Tensor]
+    words: Sequence[Mapping[str, Any]],
+    tensor: Callable[[str, list[Any], int], Tensor],
+    inner: Callable[[str, list[Any], int], Tensor],
 ) -> list[dict[str, Any]]:
-    """Return the states with these words; `tensor` makes a tensor of a dtype's name, a shape and a place."""
+    """Return the states with these words; `tensor` makes a tensor of a dtype's name, a shape and a place, and
+    `inner` one of which another is made."""
+
+    def inner_of(said: Any) -> Any:
+        match said:
+            case {"tensor": str(name), "shape": list(shape), "at": int(start)}:
+                return inner(name, shape, start)
+        return value_of(said)
 
     def value_of(said: Any) -> Any:
         match said:
             case {"tensor": str(name), "shape": list(shape), "at": int(start)}:
                 return tensor(name, shape, start)
+            case {
+                "wrapped": str(name),
+                "shape": shape,
+                "stride": stride,
+                "parts": dict(parts),
+                "context": told,
+            }:
+                inside = {key: inner_of(part) for key, part in parts.items()}
+                return made_of(class_named(name), inside, value_of(told), torch.Size(shape), tuple(stride))
+            case {"dtype": str(name)}:
+                return _dtype(name, [])
             case {"float": str(text)} if text in ("inf", "-inf", "nan"):
                 return float(text)
             case {"list": list(each)}:

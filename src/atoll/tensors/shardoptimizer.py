@@ -258,7 +258,7 @@ class _HeldChunk:
             self.stepper.restore()
             for segment in self.stepper.segments:  # gradients lie in memory that the caller uses again
                 segment.forget_gradient()
-            self.optimizer.param_groups[0].update(self.settings)
+            _set(self.optimizer, self.settings)
 
     def _given(self) -> tuple[Tensor, tuple[bool, ...]]:
         assert self._gradients is not None
@@ -304,7 +304,7 @@ class _HeldChunk:
     def apply(self, settings: Settings) -> None:
         """Use `settings` in the next step."""
         if settings is not self.settings:
-            self.optimizer.param_groups[0].update(settings)
+            _set(self.optimizer, settings)
             self.settings = settings
 
 
@@ -749,8 +749,19 @@ def _make(
             f"{class_.__name__} cannot be made with the hyperparameters given: "
             f"{type(error).__name__}: {error}".splitlines()[0]
         ) from None
-    optimizer.param_groups[0].update(settings)
+    _set(optimizer, settings)
     return optimizer
+
+
+def _set(optimizer: torch.optim.Optimizer, settings: Settings) -> None:
+    """Set the values of the only param group. A value that the optimizer keeps in a tensor stays there."""
+    (group,) = optimizer.param_groups
+    for key, value in settings.items():
+        present = group.get(key)
+        if isinstance(present, Tensor) and isinstance(value, (int, float)):
+            present.fill_(value)
+        else:
+            group[key] = value
 
 
 def _probe(

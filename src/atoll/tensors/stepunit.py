@@ -24,6 +24,7 @@ from atoll.tensors.elementwise import (
 )
 from atoll.tensors.steptrials import steps_complex_as_real
 from atoll.tensors.torch_compat import tree_leaves
+from atoll.tensors.wrapped import nbytes
 
 _COMPLEX = "it steps complex parameters otherwise than their real views"
 
@@ -128,4 +129,4 @@ def state_bytes(
 
 def tensor_bytes(state: Any) -> int:
     """Return the bytes of the tensors in a state of any form, without those of no dimension."""
-    return sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, Tensor) and leaf.ndim)
+    return sum(nbytes(leaf) for leaf in tree_leaves(state) if isinstance(leaf, Tensor) and leaf.ndim)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from atoll.core.errors import CheckpointError
 from atoll.tensors.lazy import LazyTensor, read_whole
+from atoll.tensors.wrapped import is_wrapped
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -49,7 +50,10 @@ def check_tensor(tensor: Tensor, where: str) -> None:
 
 def storage_key(tensor: Tensor) -> object:
     """Return a key that is equal for tensors of identical elements in memory, such as tied parameters."""
-    if tensor.numel() == 0 or tensor.layout != torch.strided or isinstance(tensor, LazyTensor):
+    has_storage = (
+        tensor.layout == torch.strided and not isinstance(tensor, LazyTensor) and not is_wrapped(tensor)
+    )
+    if tensor.numel() == 0 or not has_storage:
         return id(tensor)
     storage = tensor.untyped_storage().data_ptr()
     return tensor.device, storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype

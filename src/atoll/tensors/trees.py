@@ -18,6 +18,7 @@ from torch import Tensor
 
 from atoll.core.errors import CheckpointError
 from atoll.tensors.tensorfile import as_complex, check_tensor, storage_key
+from atoll.tensors.wrapped import class_named, flattened, is_wrapped, made_of, name_of
 
 _MAPPINGS: dict[str, Callable[[list[tuple[Any, Any]]], dict[Any, Any]]] = {
     "dict": dict,
@@ -55,6 +56,8 @@ class Encoder:
             return self._mapping(value, where)
         if isinstance(value, Tensor):
             return self._tensor(value, where)
+        if isinstance(value, torch.dtype):
+            return {"$": "dtype", "name": str(value).removeprefix("torch.")}
         if kind is bytes and isinstance(value, bytes):
             if self._only_checks:
                 return None
@@ -82,6 +85,8 @@ class Encoder:
         return f"{where}[{key!r}]" if self._only_checks else f"{where}.{key}"
 
     def _tensor(self, value: Tensor, where: str) -> Any:
+        if is_wrapped(value):
+            return self._wrapped(value, where)
         if value.is_sparse:
             return self._sparse(value.detach().coalesce(), where)
         check_tensor(value, where)
@@ -104,6 +109,18 @@ class Encoder:
         parts = {"indices": value.indices(), "values": value.values()}
         encoded = {key: self.encode(part, self._inside(where, key)) for key, part in parts.items()}
         return {"$": "sparse", "shape": list(value.shape), **encoded}
+
+    def _wrapped(self, value: Tensor, where: str) -> Any:
+        """Return the JSON value for a tensor that is made of other tensors, such as an 8-bit state."""
+        parts, context = flattened(value)
+        return {
+            "$": "wrapped",
+            "class": name_of(type(value)),
+            "shape": list(value.shape),
+            "stride": list(value.stride()),
+            "parts": {key: self.encode(part, self._inside(where, key)) for key, part in parts.items()},
+            "context": self.encode(context, where),
+        }
 
     def _array(self, value: Any, where: str) -> Any:
         dtype = value.dtype
@@ -148,9 +165,22 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if kind == "sparse":
         indices, values = decode(value["indices"], tensors), decode(value["values"], tensors)
         return torch.sparse_coo_tensor(indices, values, value["shape"], check_invariants=True).coalesce()
+    if kind == "wrapped":
+        parts = {key: decode(part, tensors) for key, part in value["parts"].items()}
+        shape, context = torch.Size(value["shape"]), decode(value["context"], tensors)
+        return made_of(class_named(value["class"]), parts, context, shape, tuple(value["stride"]))
+    if kind == "dtype":
+        return _decoded_dtype(value["name"])
     if kind in ("array", "scalar"):
         return _decoded_array(value)
     raise ValueError(f"a value of the unknown kind {kind!r}")
+
+
+def _decoded_dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"a dtype of the name {name!r}")
+    return found
 
 
 def _decoded_array(value: Mapping[str, Any]) -> Any:
