@@ -261,7 +261,13 @@ def test_a_fused_optimizer_is_as_it_was_after_the_session() -> None:
         before = dict(vars(optimizer))
         hooks = StepHooks(before=lambda: None, accept=lambda _: True, after=lambda: None)
         remote = RemoteOptimizer(
-            optimizer, hooks, make=lambda _: None, fetch=dict, home="elsewhere", counts_skips=True
+            optimizer,
+            hooks,
+            make=lambda *_: None,
+            settings=dict,
+            fetch=dict,
+            home="elsewhere",
+            counts_skips=True,
         )
         assert optimizer._step_supports_amp_scaling
         remote.close()

@@ -269,7 +269,7 @@ class Wide(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.table = nn.Embedding(2_000, 8, sparse=True)
+        self.table = nn.Embedding(TALL, 8, sparse=True)
         self.bias = nn.Parameter(torch.zeros(8))
         self.double()
 
@@ -278,25 +278,31 @@ class Wide(nn.Module):
         return (found + self.bias).square().mean()
 
 
-FEW, MANY, NONE = 6, 3_000, 0  # rows in a batch of both workers
+TALL = 4_000
+FEW, MANY, NONE = 6, 6_000, 0  # rows in a batch of both workers
 BATCHES = (FEW, FEW, MANY, FEW, FEW, NONE, FEW)
 BY_ROWS = (True, True, False, False, True, True, True)  # as many rows are expected as before
 
 
-def wide(session: atoll.Session | None, half: bool = False) -> tuple[list[Tensor], list[int]]:
-    net = Wide()
+def wide(
+    session: atoll.Session | None, half: bool = False, tables: int = 1
+) -> tuple[list[Tensor], list[int]]:
+    """`half`: only worker 0 has a batch. `tables`: the number of models that are trained as one."""
+    net = Wide() if tables == 1 else nn.ModuleList(Wide() for _ in range(tables))
     optimizer = torch.optim.Adagrad(net.parameters(), lr=0.1)
     sent, rank, world = [0], 0, 1
     if session is not None:
         session.prepare(net, optimizer)
         rank, world = session.rank, session.world
     for step, rows in enumerate(BATCHES):
-        ids = torch.randint(2_000, (rows,), generator=torch.Generator().manual_seed(step))
+        ids = torch.randint(TALL, (rows,), generator=torch.Generator().manual_seed(step))
         weigh = 0.0 if half and rank else 1.0  # worker 1 has no batch
         mine = ids[: rows // 2] if half else ids[rank::world]
         if session is not None:
             session.weight(weigh)
-        (net(mine) if weigh else net(mine) * math.nan).backward()
+        losses = [each(mine) for each in net.modules() if isinstance(each, Wide)]
+        loss = torch.stack(losses).sum()
+        (loss if weigh else loss * math.nan).backward()
         optimizer.step()
         optimizer.zero_grad()
         if session is not None:
@@ -312,7 +318,94 @@ def test_few_rows_are_summed_alone(pool: WorkerPool, kind: str, half: bool) -> N
     for found, sent in run_at(pool, kind, wide, half, world=WORLD):
         check_equal(found, right)
         for step, (size, by_rows) in enumerate(zip(sent, BY_ROWS, strict=True)):
-            assert (step, size < 2_000 * 8 * 8 / 20) == (step, by_rows)
+            assert (step, size < TALL * 8 * 8 / 20) == (step, by_rows)
+
+
+def test_all_messages_wait_for_their_rows(pool: WorkerPool) -> None:
+    """Three tables: each is a message, and no order of messages is to be measured."""
+    right, _ = wide(None, tables=3)
+    for found, sent in run_at(pool, "ring", wide, False, 3, world=WORLD):
+        check_equal(found, right)
+        assert [size < TALL * 8 * 8 / 20 for size in sent] == list(BY_ROWS)
+
+
+def saved_by_rows(session: atoll.Session, folder: Path) -> tuple[list[list[int]], list[list[Tensor]]]:
+    """Which messages wait after an iteration of many rows, and after its checkpoint is loaded; and the values
+    after the same iteration of few rows, from either."""
+    net = Wide()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    session.prepare(net, optimizer)
+    carrier = session._state.prepared[0].reducer.sum.carrier  # type: ignore[attr-defined]
+
+    def step(rows: int, seed: int) -> None:
+        ids = torch.randint(TALL, (rows,), generator=torch.Generator().manual_seed(seed))
+        net(ids[session.rank :: session.world]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(MANY, 0)
+    session.save(folder)
+    dense = list(carrier.by_rows)
+    step(FEW, 1)
+    first = [p.detach().clone() for p in net.parameters()]
+    session.load(folder)
+    loaded = list(carrier.by_rows)
+    step(FEW, 1)
+    return [dense, loaded], [first, [p.detach().clone() for p in net.parameters()]]
+
+
+def test_a_checkpoint_tells_which_messages_wait(pool: WorkerPool, tmp_path: Path) -> None:
+    for waiting, (first, again) in run_at(pool, "ring", saved_by_rows, tmp_path / "c", world=WORLD):
+        assert waiting == [[], []]
+        assert all(map(torch.equal, first, again))
+
+
+def other_kind(session: atoll.Session) -> str:
+    """Only worker 0's layer announces sparse gradients."""
+    net = nn.Embedding(TALL, 8, sparse=session.rank == 0)
+    try:
+        session.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    except AtollError as error:
+        return str(error)
+    return ""
+
+
+def test_layers_that_announce_differently_are_refused(pool: WorkerPool) -> None:
+    for said in run_at(pool, "ring", other_kind, world=WORLD):
+        assert "'weight'" in said
+        assert "of sparse gradients" in said
+
+
+class Turned(nn.Module):
+    """A complex table with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.own = nn.Parameter(torch.randn(TALL, 8, dtype=torch.complex128))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return Twice.apply(self.own, ids).abs().square().mean()
+
+
+def turned(session: atoll.Session | None) -> list[Tensor]:
+    net = Turned()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    rank, world = 0, 1
+    if session is not None:
+        session.prepare(net, optimizer)
+        rank, world = session.rank, session.world
+    for step in range(3):
+        net(batch(step)[rank::world] % TALL).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [torch.view_as_real(p.detach()).clone() for p in net.parameters()]
+
+
+def test_complex_tables_are_summed_dense(pool: WorkerPool) -> None:
+    right = turned(None)
+    for found in run_at(pool, "ring", turned, world=WORLD):
+        check_equal(found, right)
 
 
 # -- refusals ------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def many_states(parameters: Any) -> torch.optim.Optimizer:
 
 
 def halves(parameters: Any) -> torch.optim.Optimizer:
-    return HalvesSGD(parameters, lr=0.05)
+    return HalvesSGD(parameters, lr=0.05, weight=0.5, part=0.75)
 
 
 def blockwise(parameters: Any) -> torch.optim.Optimizer:

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from atoll.train.api.session import Session
 
-ROWS = 300
+ROWS = 3_000
+MANY = 2  # the iteration in which the workers have nearly all rows, so that the next one goes dense
 
 
 class Table(nn.Module):
@@ -50,7 +51,8 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def loss_of(net: nn.Module, who: int, step: int) -> Tensor:
-    ids = torch.randint(0, ROWS, (6,), generator=torch.Generator().manual_seed(100 * step + who))
+    rows = ROWS if step == MANY else 6
+    ids = torch.randint(0, ROWS, (rows,), generator=torch.Generator().manual_seed(100 * step + who))
     ids[0] = 7  # a row that all workers have
     return net(ids).square().mean()
 
@@ -71,7 +73,7 @@ def looks_up(session: Session, who: int, folder: Path, *, newcomer_at: int = -1)
         session.weight(2.0**who)
         loss_of(net, who, step).backward()
         counted.append(weight_of(session))
-        assert sums.carrier.by_rows  # type: ignore[attr-defined]
+        assert bool(sums.carrier.by_rows) == (step != MANY)  # type: ignore[attr-defined]
         optimizer.step()
     return {
         "first": first,
@@ -127,4 +129,5 @@ def test_a_newcomer_sums_rows_from_its_first_iteration_on(tmp_path: Path, killed
         results = [made.result(each) for each in range(killed, 3)]
     assert_as_plain_torch(results)
     assert members_of(results[0]["counted"][STRIKE]) == [0, 1, 2]
-    assert results[-1]["first"] == STRIKE  # all workers have to know of it first
+    # All workers have to know of it first. It begins where the others expect many rows, and it does not.
+    assert results[-1]["first"] == STRIKE == MANY + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -136,11 +137,15 @@ class Halves(torch.Tensor):
 
 
 class HalvesSGD(torch.optim.Optimizer):
-    """SGD whose momentum is a tensor of a class of its own, and whose learning rate must be a tensor, as in
-    torchao's optimizers."""
+    """SGD whose momentum is a tensor of a class of its own, whose learning rate must be a tensor, which keeps
+    arguments beside its param groups, as torchao's and bitsandbytes' optimizers do, and counts steps in
+    them."""
 
-    def __init__(self, params: Any, lr: float = 0.05, momentum: float = 0.9) -> None:
+    def __init__(
+        self, params: Any, lr: float = 0.05, momentum: float = 0.9, *, weight: float = 1.0, part: float = 1.0
+    ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum})
+        self.weight, self.arguments = weight, SimpleNamespace(part=part)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -152,6 +157,7 @@ class HalvesSGD(torch.optim.Optimizer):
         for group in self.param_groups:
             if not isinstance(group["lr"], torch.Tensor):
                 raise RuntimeError("the learning rate is no tensor any more; fill it")
+            group["count"] = group.get("count", 0) + 1  # as in the optimizers of pytorch_optimizer
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     state = self.state[parameter]
@@ -161,7 +167,8 @@ class HalvesSGD(torch.optim.Optimizer):
                         state["blocks"] = torch.ones(3)  # no element-wise state either
                     moving = state["momentum"].whole() * group["momentum"] + parameter.grad
                     state["momentum"].become(moving)
-                    parameter.sub_(moving * group["lr"])
+                    rate = group["lr"] * self.weight * self.arguments.part / group["count"]
+                    parameter.sub_(moving * rate)
 
 
 class ScheduleFreeSGD(torch.optim.Optimizer):

@@ -244,7 +244,7 @@ def test_tensors_that_are_made_of_others_come_back(tmp_path: Path) -> None:
     encoded = Encoder().encode(tensor, "s")
     parts = dict.fromkeys(encoded["parts"])
     with pytest.raises(
-        ValueError, match=r"'gone:Halves', which is no class of tensors that is imported here"
+        CheckpointError, match=r"'gone:Halves', which is no class of tensors that is imported here"
     ):
         decode({**encoded, "class": "gone:Halves", "parts": parts}, {})
 

@@ -62,6 +62,15 @@ def test_rows_are_packed(scale: float) -> None:
     assert not into.any()
 
 
+def test_values_of_a_row_are_scaled_before_they_are_added() -> None:
+    """As where all rows are summed: in float16 the sum of two may be infinite."""
+    values = torch.tensor([[40_000.0], [40_000.0]], dtype=torch.float16)
+    twice = torch.sparse_coo_tensor(torch.tensor([[2, 2]]), values, (5, 1), check_invariants=False)
+    into = torch.zeros(1, 1, dtype=torch.float16)
+    pack(into, twice, torch.tensor([2]), 0.25)
+    assert into.item() == 20_000.0
+
+
 def test_a_contribution_without_weight_may_be_nan() -> None:
     into = torch.ones(1, 2)
     pack(into, sparse([3]) * float("nan"), torch.tensor([3]), 0.0)

@@ -117,12 +117,14 @@ def test_what_steps_elsewhere_has_stepped_when_the_script_s_hooks_look() -> None
     seen: list[float] = []
     optimizer.register_step_post_hook(lambda *_: seen.append(float(parameter.detach().sum())))
 
-    def make(_accepted: bool) -> None:
+    def make(_accepted: bool, _settings: object) -> None:
         with torch.no_grad():
             parameter.sub_(optimizer.param_groups[0]["lr"] * parameter.grad)
 
     hooks = StepHooks(lambda: None, lambda _: True, lambda: None)
-    stepper = RemoteOptimizer(optimizer, hooks, make=make, fetch=dict, home="it lives elsewhere")
+    stepper = RemoteOptimizer(
+        optimizer, hooks, make=make, settings=dict, fetch=dict, home="it lives elsewhere"
+    )
 
     def before(*_: Any) -> None:
         parameter.grad.mul_(0.5)

@@ -23,6 +23,13 @@ def script_module() -> str:
     return name if path and can_be_named and _is_guarded(Path(path)) else ""
 
 
+def module_of(class_: type) -> str:
+    """Return the name by which other processes import the module of a class; "__main__" for a script that
+    they cannot import."""
+    is_script = class_.__module__ == "__main__"
+    return (is_script and script_module()) or class_.__module__
+
+
 @functools.cache
 def _is_guarded(path: Path) -> bool:
     """True if a script has a block that runs only if the script is not imported."""

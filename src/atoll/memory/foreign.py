@@ -22,6 +22,7 @@ from atoll.memory.payloads import MASTER, state_kind
 from atoll.memory.sharing import FetchCache, Sharing
 from atoll.memory.states import ChunkStates
 from atoll.memory.stepqueue import Settings
+from atoll.tensors.dtypes import dtype_named
 from atoll.tensors.optimizer import State, copied
 from atoll.tensors.packing import pack, unpack
 
@@ -142,7 +143,7 @@ def _heard(word: bytes) -> list[_Told]:
 
 
 def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise UserError(f"an optimizer's state is of {name!r}, which is no dtype")
-    return dtype
+    try:
+        return dtype_named(name)
+    except ValueError as error:
+        raise UserError(f"an optimizer's state is of {error}") from None

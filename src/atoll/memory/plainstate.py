@@ -17,6 +17,7 @@ from atoll.memory.ondemand import StatesOnDemand
 from atoll.memory.stepqueue import Settings, StepQueue
 from atoll.tensors.lazy import LazyTensor, read_whole
 from atoll.tensors.optimizer import State
+from atoll.tensors.packing import moved
 from atoll.tensors.stephooks import Handle
 from atoll.tensors.stepunit import tensor_bytes
 from atoll.tensors.torch_compat import tree_map_only
@@ -150,9 +151,9 @@ class PlainState:
         """Return the state kept for a parameter as a whole. With fused or capturable steps its tensors are on
         the parameter's device, as in plain torch."""
         group = self._optimizer.param_groups[states.group]
-        if not (group.get("fused") or group.get("capturable")):
-            return states.numbers(slot)
         device = states.trained.device
+        if not (group.get("fused") or group.get("capturable")):
+            return {key: moved(value, device) for key, value in states.numbers(slot).items()}
         return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in states.numbers(slot).items()}
 
     def _before_state_dict(self) -> None:
@@ -174,7 +175,7 @@ class PlainState:
                     states, slot = self._slots[id(parameter)]
                     states.load(slot, rest.pop(index, {}), group)
         self._is_loading = True
-        return {**state_dict, "state": tree_map_only(LazyTensor, read_whole, rest)}
+        return {**state_dict, "state": tree_map_only(Tensor, read_whole, rest)}
 
     def _loaded(self) -> None:
         """Show the chunks' states again, after `load_state_dict` has assigned a plain `state`."""

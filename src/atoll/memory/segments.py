@@ -20,6 +20,7 @@ from atoll.memory.states import ChunkStates, Kept
 from atoll.memory.stepqueue import Settings
 from atoll.tensors.optimizer import State, runs_alike
 from atoll.tensors.torch_compat import bare_step, drop_step_hooks
+from atoll.tensors.wrapped import clone
 
 _HOST = torch.device("cpu")
 # The optimizer's own code: takes settings, parameters and their states, and returns the new states.
@@ -243,7 +244,7 @@ def noted(values: Mapping[str, Any], without: str = "") -> Settings:
     """Return a copy of `values`, with tensors cloned, in which later changes do not show. `without` names a
     key to leave out."""
     return {
-        key: value.clone() if isinstance(value, Tensor) else value
+        key: clone(value) if isinstance(value, Tensor) else value
         for key, value in values.items()
         if key != without
     }

@@ -21,7 +21,7 @@ from atoll.memory.stepqueue import Settings
 from atoll.tensors.lazy import LazyTensor
 from atoll.tensors.optimizer import State, copied, signature
 from atoll.tensors.stepunit import Unit, unit_of
-from atoll.tensors.wrapped import clone, is_wrapped
+from atoll.tensors.wrapped import clone, is_wrapped, moved_to
 
 # (first and last slot, states of each parameter as a whole, keys of the element-wise states)
 Kept: TypeAlias = tuple[tuple[int, int], State, frozenset[str]]
@@ -229,10 +229,11 @@ class ChunkStates:
         if not isinstance(value, Tensor):
             return copied(value)
         if settings is None or not value.is_floating_point():
-            return clone(value.detach())
+            return clone(value) if is_wrapped(value) else value.detach().clone()
         dtype = value.dtype if key == "step" else self.dtype
         if is_wrapped(value):
-            return clone(value.detach().to("cpu", dtype))
+            value = value if value.dtype == dtype else value.to(dtype)  # as torch's own load does
+            return clone(moved_to(value, torch.device("cpu")))
         return value.detach().to("cpu", dtype, copy=True)
 
     def follow_values(self) -> None:

@@ -31,6 +31,7 @@ from atoll.tensors.optimizer import call_closure_now, check_groups
 from atoll.tensors.stephooks import AroundStep, Handle
 from atoll.tensors.stepunit import unit_of
 from atoll.tensors.torch_compat import has_compiled
+from atoll.tensors.wrapped import is_wrapped
 
 _STEPPED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # optimizers that have a ChunkStepper
 
@@ -239,6 +240,7 @@ def state_dtypes(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> dict[s
                 "optimizer.train(), or leave the budgets out"
             ) from error
         state = kept.get(parameter, {})
-        sized = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == parameter.shape}
+        plain = {k: v for k, v in state.items() if isinstance(v, Tensor) and not is_wrapped(v)}
+        sized = {k: v for k, v in plain.items() if v.shape == parameter.shape}
         found.update({key: value.dtype for key, value in sized.items() if unit.by_tensor or key in unit.keys})
     return found

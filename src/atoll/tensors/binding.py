@@ -18,7 +18,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 
 from atoll.chunks import SPARSE, Chunk, ChunkMap, ParameterSpec
 from atoll.core.errors import BindingError, PrepareError, UserError
-from atoll.tensors.sparse import check_summable
+from atoll.tensors.sparse import LEAST, check_summable
 from atoll.tensors.torch_compat import storage_handle, storage_uses
 
 
@@ -66,7 +66,7 @@ class BoundChunk:
     """One chunk of a model on torch: its memory and the parameters that live there.
 
     `names[i]` and `parameters[i]` belong to `chunk.slots[i]`. `data` is None until the first `bind`.
-    `is_sparse`: layers announce sparse gradients of its parameters.
+    `is_sparse`: layers announce sparse gradients of its parameters, and it is large.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ def bind_model(chunk_map: ChunkMap, parameters: Mapping[str, nn.Parameter]) -> l
     for chunk in chunk_map.chunks:
         inside = [names[slot.parameter] for slot in chunk.slots]
         first = parameters[inside[0]]
-        is_sparse = chunk_map.groups[chunk.group].feature == SPARSE
+        is_sparse = chunk_map.groups[chunk.group].feature == SPARSE and chunk.nbytes >= LEAST
         bound = BoundChunk(chunk, inside, [parameters[name] for name in inside], is_sparse=is_sparse)
         bound.bind(torch.zeros(chunk.numel, dtype=first.dtype.to_real(), device=first.device))
         chunks.append(bound)

@@ -289,6 +289,8 @@ def _decoded(
         for name in state["complex"]:
             model[name] = as_complex(model[name])
         return {name: model[name] for name in state["names"]}, trees
+    except CheckpointError as error:
+        raise CheckpointError(f"{what}: {error}") from None
     except Exception as error:  # json, NumPy and torch raise many kinds
         # The checksum is right, so another program has written this.
         raise CheckpointError(f"{what}: not the state of a checkpoint: {_short(error)}") from None

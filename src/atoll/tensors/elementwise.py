@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.tensors.torch_compat import drop_step_hooks
+from atoll.tensors.wrapped import clone
 
 _LEAST_RATE = 0.01  # of learning: with a smaller one (0, at the start of a warm-up) all updates look alike
 
@@ -216,7 +217,7 @@ def copy_for(
     probe.__dict__.update(optimizer.__dict__)
     drop_step_hooks(probe)
     hyperparameters = {
-        key: value.clone() if isinstance(value, Tensor) else value
+        key: clone(value) if isinstance(value, Tensor) else value
         for key, value in group.items()
         if key != "params"
     }

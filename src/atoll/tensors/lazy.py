@@ -21,6 +21,7 @@ from atoll.tensors.torch_compat import (
     tree_unflatten,
     wrapper_tensor,
 )
+from atoll.tensors.wrapped import flattened, is_wrapped, with_parts
 
 _DETACH = torch.ops.aten.detach.default
 
@@ -108,8 +109,13 @@ class LazyTensor(Tensor):
 
 
 def read_whole(tensor: Tensor) -> Tensor:
-    """Return `tensor` itself, or a plain tensor with its values if it is lazy."""
-    return tensor.source() if isinstance(tensor, LazyTensor) else tensor
+    """Return `tensor` itself, or a plain tensor with its values if it is lazy. One that is made of lazy
+    tensors is made of plain ones."""
+    if isinstance(tensor, LazyTensor):
+        return tensor.source()
+    if is_wrapped(tensor) and any(read_whole(part) is not part for part in flattened(tensor)[0].values()):
+        return with_parts(tensor, read_whole)
+    return tensor
 
 
 def _viewed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -34,6 +34,7 @@ from atoll.core.errors import UserError
 from atoll.tensors.binding import BoundChunk, carve
 from atoll.tensors.lazy import read_whole
 from atoll.tensors.stephooks import AroundStep, Handle
+from atoll.tensors.stepunit import tensor_bytes
 from atoll.tensors.tensorfile import storage_key
 from atoll.tensors.torch_compat import (
     forget_scaling_left_to,
@@ -45,7 +46,7 @@ from atoll.tensors.torch_compat import (
     unscale,
     version_of,
 )
-from atoll.tensors.wrapped import clone
+from atoll.tensors.wrapped import clone, is_wrapped
 
 State: TypeAlias = dict[str, Any]
 CHANGE_BEFORE = "add and remove parameters and groups before it"
@@ -466,7 +467,9 @@ class RemoteOptimizer(ParameterOptimizer):
         optimizer: the script's optimizer.
         hooks: the functions around each step.
         make: makes a step, after the pre-hooks and before `hooks.after`; called with False for a step that
-            is not accepted.
+            is not accepted, and with the settings.
+        settings: returns the settings of a step before the optimizer's own code runs, which may count steps
+            in its param groups.
         fetch: returns the state of each parameter, when the script asks for the optimizer's state_dict.
         home: says where the state lives, for messages.
         keeps_state: warn when the script uses the optimizer after a `close` without `give_back`, since it
@@ -481,7 +484,8 @@ class RemoteOptimizer(ParameterOptimizer):
         optimizer: torch.optim.Optimizer,
         hooks: StepHooks,
         *,
-        make: Callable[[bool], None],
+        make: Callable[[bool, Any], None],
+        settings: Callable[[], Any],
         fetch: Callable[[], dict[nn.Parameter, State]],
         home: str,
         keeps_state: bool = True,
@@ -491,6 +495,7 @@ class RemoteOptimizer(ParameterOptimizer):
         super().__init__(optimizer, hooks)
         self._keeps_state, self._elsewhere = keeps_state, elsewhere
         self._make, self._fetch, self._home = make, fetch, home
+        self._settings, self._sent = settings, None
         self._take_scaling_back = leave_scaling_to(optimizer) if counts_skips else None
         self._accepted, self._is_loading, self._is_back = True, False, False
         self._why_lost = "an error ended the session: go on from a checkpoint (session.save, session.load)"
@@ -530,8 +535,7 @@ class RemoteOptimizer(ParameterOptimizer):
         """
         self._show()
         states = self.optimizer.state
-        tensors = [each for state in states.values() for each in state.values() if isinstance(each, Tensor)]
-        why = lacks_room(sum(each.numel() * each.element_size() for each in tensors))
+        why = lacks_room(sum(map(tensor_bytes, states.values())))
         if why:
             states.clear()
             self._why_lost = f"{why}: save it inside the session (session.save), or raise the budgets"
@@ -566,6 +570,7 @@ class RemoteOptimizer(ParameterOptimizer):
         if self._accepted:
             self._divide_by_scale()
         forget_scaling_left_to(optimizer)  # both are done; some optimizers' loops refuse them
+        self._sent = self._settings()
         self._leave_out()
         return args, kwargs
 
@@ -589,7 +594,7 @@ class RemoteOptimizer(ParameterOptimizer):
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.restore()
         self._forget()  # a state that state_dict has fetched is out of date
-        self._make(self._accepted)
+        self._make(self._accepted, self._sent)
         super()._after(optimizer, args, kwargs)
 
 
@@ -940,6 +945,8 @@ def own_tensors(states: Iterable[State]) -> None:
         for key, value in state.items():
             if not isinstance(value, Tensor) or not value.numel():
                 continue
+            if is_wrapped(value):
+                state[key] = value = read_whole(value)  # torch's load has kept lazy parts
             place = storage_key(value)
             if place in seen:
                 state[key] = clone(value)

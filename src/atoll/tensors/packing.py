@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from atoll.core.errors import UserError
+from atoll.tensors.dtypes import dtype_named, name_of_dtype
 from atoll.tensors.lazy import LazyTensor, read_whole
-from atoll.tensors.wrapped import class_named, flattened, is_wrapped, made_of, name_of
+from atoll.tensors.wrapped import class_named, flattened, is_wrapped, made_of, moved_to, name_of
 
 PACKED = "packed"  # the key of the bytes, beside the keys of element-wise states
 Words: TypeAlias = list[dict[str, Any]]  # for each parameter, its state, with words in place of tensors
@@ -25,15 +25,14 @@ Words: TypeAlias = list[dict[str, Any]]  # for each parameter, its state, with w
 _ALIGNMENT = 64  # bytes
 _PLAIN = (bool, int, str, type(None))
 _SEQUENCES = {"list": list, "tuple": tuple}
-_WITH_SCALES = ("qint", "quint", "bits")  # dtypes whose tensors have more than their values
-_KINDS = (Tensor, nn.Parameter)  # a subclass, such as a quantised tensor, has more than its values
+_KINDS = (Tensor, nn.Parameter)  # a subclass has more than its values
 
 
 def pack(states: Sequence[dict[str, Any]]) -> tuple[Tensor, Words]:
     """Return the states' tensors as one tensor of bytes, and their words.
 
-    Raises UserError for a state that is neither a plain tensor, a number, text, None, nor a list, tuple or
-    dict of these.
+    Raises UserError for a state that is neither a plain tensor, one that is made of plain tensors
+    (tensors/wrapped.py), a dtype, a number, text, None, nor a list, tuple or dict of these.
     """
     found: list[tuple[int, Tensor]] = []
     end = 0
@@ -45,22 +44,27 @@ def pack(states: Sequence[dict[str, Any]]) -> tuple[Tensor, Words]:
             start = -(-end // _ALIGNMENT) * _ALIGNMENT
             end = start + value.numel() * value.element_size()
             found.append((start, value))
-            dtype = str(value.dtype).removeprefix("torch.")
-            return {"tensor": dtype, "shape": list(value.shape), "at": start}
+            return {"tensor": name_of_dtype(value.dtype), "shape": list(value.shape), "at": start}
         if is_wrapped(value):
             parts, context = flattened(value)
+            try:
+                class_ = name_of(type(value))
+            except ValueError as error:
+                raise UserError(f"the optimizer keeps in its state {name!r} {error}") from None
             return {
-                "wrapped": name_of(type(value)),
+                "wrapped": class_,
                 "shape": list(value.shape),
                 "stride": list(value.stride()),
                 "parts": {key: words_of(part, name) for key, part in parts.items()},
                 "context": words_of(context, name),
             }
         if isinstance(value, torch.dtype):
-            return {"dtype": str(value).removeprefix("torch.")}
-        if isinstance(value, float):  # JSON has no infinity
+            return {"dtype": name_of_dtype(value)}
+        if isinstance(value, torch.Size):
+            value = tuple(value)
+        if type(value) is float:  # JSON has no infinity
             return value if math.isfinite(value) else {"float": repr(value)}
-        if isinstance(value, _PLAIN):
+        if type(value) in _PLAIN:
             return value
         for kind, made in _SEQUENCES.items():
             if type(value) is made:
@@ -85,8 +89,16 @@ def unpack(flat: Tensor, words: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 
     Raises UserError for words that do not fit the bytes.
     """
-    read = partial(_tensor, lambda: flat)
-    return _unpacked(words, read, read)
+    left = flat.numel()
+
+    def read(name: str, shape: list[Any], start: int) -> Tensor:
+        nonlocal left
+        left -= _nbytes(name, shape)
+        if left < 0:  # words that name one run many times would take memory
+            raise UserError(f"no state of an optimizer: more than the {flat.numel()} bytes that have come")
+        return _tensor(lambda: flat, name, shape, start)
+
+    return _unpacked(words, read)
 
 
 def unpack_lazily(
@@ -108,22 +120,14 @@ def unpack_lazily(
             lambda: _tensor(read, name, shape, start).to(where), shape, _dtype(name, shape), where
         )
 
-    return _unpacked(words, lazy, lambda name, shape, start: _tensor(read, name, shape, start).to(device))
+    return _unpacked(words, lazy)
 
 
 def _unpacked(
     words: Sequence[Mapping[str, Any]],
     tensor: Callable[[str, list[Any], int], Tensor],
-    inner: Callable[[str, list[Any], int], Tensor],
 ) -> list[dict[str, Any]]:
-    """Return the states with these words; `tensor` makes a tensor of a dtype's name, a shape and a place, and
-    `inner` one of which another is made."""
-
-    def inner_of(said: Any) -> Any:
-        match said:
-            case {"tensor": str(name), "shape": list(shape), "at": int(start)}:
-                return inner(name, shape, start)
-        return value_of(said)
+    """Return the states with these words; `tensor` makes a tensor of a dtype's name, a shape and a place."""
 
     def value_of(said: Any) -> Any:
         match said:
@@ -136,10 +140,10 @@ def _unpacked(
                 "parts": dict(parts),
                 "context": told,
             }:
-                inside = {key: inner_of(part) for key, part in parts.items()}
+                inside = {key: value_of(part) for key, part in parts.items()}
                 return made_of(class_named(name), inside, value_of(told), torch.Size(shape), tuple(stride))
             case {"dtype": str(name)}:
-                return _dtype(name, [])
+                return dtype_named(name)
             case {"float": str(text)} if text in ("inf", "-inf", "nan"):
                 return float(text)
             case {"list": list(each)}:
@@ -161,17 +165,23 @@ def _unpacked(
 def moved(value: Any, device: torch.device) -> Any:
     """Return a state with its tensors on `device`. Tensors of no dimension stay, as torch's step counts."""
     if isinstance(value, Tensor):
-        return value.to(device) if value.ndim else value
+        return moved_to(value, device) if value.ndim else value
     if type(value) in (list, tuple):
         return type(value)(moved(each, device) for each in value)
     return {key: moved(each, device) for key, each in value.items()} if type(value) is dict else value
 
 
 def _dtype(name: str, shape: list[Any]) -> torch.dtype:
-    dtype = None if name.startswith(_WITH_SCALES) else getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or not all(isinstance(size, int) and size >= 0 for size in shape):
+    if not all(isinstance(size, int) and size >= 0 for size in shape):
         raise UserError(f"no state of an optimizer: {name[:40]!r} of shape {str(shape)[:60]}")
-    return dtype
+    try:
+        return dtype_named(name)
+    except ValueError as error:
+        raise UserError(f"no state of an optimizer: {error}") from None
+
+
+def _nbytes(name: str, shape: list[Any]) -> int:
+    return int(math.prod(shape)) * _dtype(name, shape).itemsize
 
 
 def _tensor(read: Callable[[], Tensor], name: str, shape: list[Any], start: int) -> Tensor:

@@ -23,7 +23,7 @@ from atoll.axes.needs import check
 from atoll.chunks import Chunk, ChunkMap, ParameterSpec, Slot
 from atoll.core.errors import UserError
 from atoll.core.optimizerkind import OptimizerKind
-from atoll.core.scriptmodule import script_module
+from atoll.core.scriptmodule import module_of
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.compensation import Origins
 from atoll.tensors.elementwise import NotElementwiseError, elementwise_state_keys
@@ -47,14 +47,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 def full_name(class_: type) -> str:
     """Return a class's name as a Setup gives it: "torch.optim.adamw.AdamW"."""
-    return f"{_module_of(class_)}.{class_.__qualname__}"
-
-
-def _module_of(class_: type) -> str:
-    """Return the name by which other processes import the module of a class; "__main__" for a script that
-    they cannot import."""
-    is_script = class_.__module__ == "__main__"
-    return (is_script and script_module()) or class_.__module__
+    return f"{module_of(class_)}.{class_.__qualname__}"
 
 
 def optimizer_class(name: str, configured: str = "") -> type[torch.optim.Optimizer]:
@@ -87,7 +80,7 @@ def own_path(class_: type[torch.optim.Optimizer], strategy: str) -> str:
     """
     if any(getattr(torch.optim, allowed, None) is class_ for allowed in _ALLOWED):
         return ""
-    module = _module_of(class_)
+    module = module_of(class_)
     if module == "__main__" or "<locals>" in class_.__qualname__:
         where = "in the script itself" if module == "__main__" else "within a function"
         facts = {"run.strategy": strategy, "steps": "home", "optimizer": class_.__name__, "defined": where}
@@ -754,14 +747,19 @@ def _make(
 
 
 def _set(optimizer: torch.optim.Optimizer, settings: Settings) -> None:
-    """Set the values of the only param group. A value that the optimizer keeps in a tensor stays there."""
+    """Set the values of the only param group. A value that the optimizer keeps as a tensor stays one.
+
+    What its own code has added is taken out, such as a count of steps: the worker's group has it.
+    """
     (group,) = optimizer.param_groups
+    for key in [key for key in group if key not in settings and key not in optimizer.defaults]:
+        if key != "params":
+            del group[key]
     for key, value in settings.items():
         present = group.get(key)
         if isinstance(present, Tensor) and isinstance(value, (int, float)):
-            present.fill_(value)
-        else:
-            group[key] = value
+            value = torch.full_like(present, value, requires_grad=False)
+        group[key] = value
 
 
 def _probe(

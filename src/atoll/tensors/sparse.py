@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import UserError
+from atoll.tensors.torch_compat import parts_of_sparse
 
-_BITS, _NUMBERS = b"\0", b"\1"  # how `rows_in` tells rows
+LEAST = 2**17  # bytes of gradients of which rows are summed alone; shorter sums cost hardly more (ShortSums)
+_BITS, _NUMBERS = b"\0", b"\1"  # the first byte of what `rows_in` returns: its encoding
 _NUMBER = np.dtype("<i8")
 
 
@@ -45,9 +47,9 @@ def rows_in(gradient: Tensor | None) -> bytes | None:
         return b""
     if not gradient.is_sparse:
         return None
-    rows = gradient.detach().coalesce().indices()[0].cpu().numpy()
+    rows = np.unique(parts_of_sparse(gradient.detach())[0][0].cpu().numpy())
     if _NUMBER.itemsize * len(rows) < gradient.shape[0] // 8:
-        return _NUMBERS + rows.astype(_NUMBER).tobytes()
+        return b"".join([_NUMBERS, rows.astype(_NUMBER).tobytes()])
     here = np.zeros(gradient.shape[0], dtype=bool)
     here[rows] = True
     return _BITS + np.packbits(here).tobytes()
@@ -58,13 +60,17 @@ def union(packed: Iterable[bytes | None], rows: int) -> Tensor | None:
 
     `packed` are results of `rows_in`; `rows` is the parameter's number of rows.
     """
+    told = [each for each in packed if each != b""]
+    if None in told:
+        return None
+    numbers = [np.frombuffer(each, _NUMBER, offset=1) for each in told if each and each[:1] == _NUMBERS]
+    if len(numbers) == len(told):
+        return torch.from_numpy(np.unique(np.concatenate([np.empty(0, _NUMBER), *numbers])))
     here = np.zeros(rows, dtype=bool)
-    for each in packed:
-        if each is None:
-            return None
-        if each[:1] == _NUMBERS:
-            here[np.frombuffer(each, _NUMBER, offset=1)] = True
-        elif each:
+    for some in numbers:
+        here[some] = True
+    for each in told:
+        if each and each[:1] == _BITS:
             here |= np.unpackbits(np.frombuffer(each, np.uint8, offset=1), count=rows).astype(bool)
     return torch.from_numpy(np.flatnonzero(here))
 
@@ -78,9 +84,9 @@ def pack(into: Tensor, gradient: Tensor | None, rows: Tensor, scale: float = 1.0
     into.zero_()
     if gradient is None or scale == 0:  # zero times NaN would be NaN
         return
-    gradient = gradient.detach().coalesce()
-    places = torch.searchsorted(rows, gradient.indices()[0])
-    into.index_copy_(0, places, gradient.values() * scale)
+    indices, values = parts_of_sparse(gradient.detach())
+    # Each value is scaled before values of one row are added, as `write` does.
+    into.index_add_(0, torch.searchsorted(rows, indices[0]), values, alpha=scale)
 
 
 def write(view: Tensor, gradient: Tensor, scale: float = 1.0) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from atoll.core.errors import CheckpointError
 from atoll.tensors.lazy import LazyTensor, read_whole
-from atoll.tensors.wrapped import is_wrapped
+from atoll.tensors.wrapped import flattened, is_wrapped
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -50,10 +50,9 @@ def check_tensor(tensor: Tensor, where: str) -> None:
 
 def storage_key(tensor: Tensor) -> object:
     """Return a key that is equal for tensors of identical elements in memory, such as tied parameters."""
-    has_storage = (
-        tensor.layout == torch.strided and not isinstance(tensor, LazyTensor) and not is_wrapped(tensor)
-    )
-    if tensor.numel() == 0 or not has_storage:
+    if is_wrapped(tensor):
+        return tuple(map(storage_key, flattened(tensor)[0].values()))
+    if tensor.numel() == 0 or tensor.layout != torch.strided or isinstance(tensor, LazyTensor):
         return id(tensor)
     storage = tensor.untyped_storage().data_ptr()
     return tensor.device, storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype

@@ -251,6 +251,14 @@ _part("torch.Tensor._version", "version_of")
 
 
 @_needs("torch.UntypedStorage._cdata")
+def parts_of_sparse(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the indices and values of a sparse tensor as they are, in which an index may come several times.
+
+    The public `indices` and `values` want a coalesced tensor, which takes a sort and a copy. 2.8 to 2.13.
+    """
+    return tensor._indices(), tensor._values()
+
+
 def storage_handle(storage: torch.UntypedStorage) -> int:
     """Return the number by which `storage_uses` knows a storage, for as long as the storage lives.
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import CheckpointError
+from atoll.tensors.dtypes import dtype_named, name_of_dtype
 from atoll.tensors.tensorfile import as_complex, check_tensor, storage_key
 from atoll.tensors.wrapped import class_named, flattened, is_wrapped, made_of, name_of
 
@@ -25,7 +26,7 @@ _MAPPINGS: dict[str, Callable[[list[tuple[Any, Any]]], dict[Any, Any]]] = {
     "OrderedDict": collections.OrderedDict,
     "Counter": lambda items: collections.Counter(dict(items)),
 }
-_ALLOWED = "numbers, text, bytes, None, lists, tuples, dicts, tensors and NumPy arrays"
+_ALLOWED = "numbers, text, bytes, None, lists, tuples, dicts, tensors, dtypes and NumPy arrays"
 
 
 class Encoder:
@@ -57,7 +58,7 @@ class Encoder:
         if isinstance(value, Tensor):
             return self._tensor(value, where)
         if isinstance(value, torch.dtype):
-            return {"$": "dtype", "name": str(value).removeprefix("torch.")}
+            return {"$": "dtype", "name": name_of_dtype(value)}
         if kind is bytes and isinstance(value, bytes):
             if self._only_checks:
                 return None
@@ -113,9 +114,13 @@ class Encoder:
     def _wrapped(self, value: Tensor, where: str) -> Any:
         """Return the JSON value for a tensor that is made of other tensors, such as an 8-bit state."""
         parts, context = flattened(value)
+        try:
+            name = name_of(type(value))
+        except ValueError as error:
+            raise CheckpointError(f"{where}: {error}") from None
         return {
             "$": "wrapped",
-            "class": name_of(type(value)),
+            "class": name,
             "shape": list(value.shape),
             "stride": list(value.stride()),
             "parts": {key: self.encode(part, self._inside(where, key)) for key, part in parts.items()},
@@ -168,19 +173,19 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if kind == "wrapped":
         parts = {key: decode(part, tensors) for key, part in value["parts"].items()}
         shape, context = torch.Size(value["shape"]), decode(value["context"], tensors)
-        return made_of(class_named(value["class"]), parts, context, shape, tuple(value["stride"]))
+        return made_of(_class_named(value["class"]), parts, context, shape, tuple(value["stride"]))
     if kind == "dtype":
-        return _decoded_dtype(value["name"])
+        return dtype_named(value["name"])
     if kind in ("array", "scalar"):
         return _decoded_array(value)
     raise ValueError(f"a value of the unknown kind {kind!r}")
 
 
-def _decoded_dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"a dtype of the name {name!r}")
-    return found
+def _class_named(name: str) -> type[Tensor]:
+    try:
+        return class_named(name)
+    except ValueError as error:
+        raise CheckpointError(f"it has {error}") from None
 
 
 def _decoded_array(value: Mapping[str, Any]) -> Any:

@@ -10,7 +10,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from atoll.chunks import ParameterSpec
+from atoll.chunks import SPARSE, ParameterSpec
 from atoll.core.config import Config
 from atoll.core.decoding import from_json
 from atoll.core.errors import PrepareError
@@ -42,6 +42,7 @@ def describe(
     parameters = {
         spec.name: f"{spec.shape} {spec.dtype}{'' if spec.trainable else ', frozen'}"
         + _in_group(spec.settings)
+        + (", of sparse gradients" if spec.feature == SPARSE else "")
         for spec in specs
     }
     buffers = {name: f"{tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()}

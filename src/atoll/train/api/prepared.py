@@ -707,4 +707,5 @@ def _refuse_wrapped(module: nn.Module) -> None:
 def _sparse_of(module: nn.Module) -> set[Tensor]:
     """Return the parameters to which a layer gives sparse gradients."""
     layers = (part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag)))
-    return {layer.weight for layer in layers if layer.sparse}
+    weights = (own_parameters(layer).get("weight") for layer in layers if layer.sparse)
+    return {weight for weight in weights if weight is not None}

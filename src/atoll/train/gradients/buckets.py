@@ -20,7 +20,8 @@ class Buckets(OwnGradients):
     """Gradients on their way to others: collected in messages, each of which leaves when it is complete.
 
     Messages leave in `order`, which is equal on every worker. The last `_held_back` messages of an iteration
-    wait for the end of backward. `messages` are all, those in `order` and others.
+    wait for the end of backward. `messages` has all messages, and `order` those that leave in backward or at
+    its end.
     """
 
     def __init__(self, owner: SummedReducer, order: list[Bucket], nodes: Sequence[Any]) -> None:
@@ -86,9 +87,9 @@ class Buckets(OwnGradients):
     def abandon(self) -> None:
         if self._left:
             raise RunError(
-                f"iteration {self._owner.steps}: a backward raised after {self._left} of {len(self.order)} "
-                "messages had left for the other workers, so the iteration cannot be completed; let its "
-                "error end the script"
+                f"iteration {self._owner.steps}: a backward raised after {self._left} of "
+                f"{len(self.messages)} messages had left for the other workers, so the iteration cannot be "
+                "completed; let its error end the script"
             )
 
     def own(self, bound: BoundChunk) -> list[Tensor | None]:

@@ -23,6 +23,7 @@ from atoll.core.errors import UserError
 from atoll.core.stands import Stand
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.settings import Settings
+from atoll.tensors.sparse import LEAST
 from atoll.train.gradients.agreement import Agreement, Ballot
 from atoll.train.gradients.alike import Treatments, are_alike
 from atoll.train.gradients.buckets import Buckets
@@ -89,14 +90,16 @@ class Carrier(Protocol):
         messages that had left."""
 
     def carry(self, scale: float, said: list[float]) -> list[float] | None:
-        """Sum the gradients that have not been summed yet, each multiplied by `scale`.
+        """Sum the gradients that have not been summed yet, but for those that wait for their rows. Each is
+        multiplied by `scale`.
 
         `said` is this member's report. Returns the sums of the members' reports if these travelled with the
         gradients, else None.
         """
 
     def carry_again(self, scale: float, dirty: Sequence[bool] | None) -> None:
-        """Sum again the messages that are `dirty`; None: all of them, because `scale` has changed."""
+        """Sum again the messages that are `dirty`; None: all that were summed, because `scale` has
+        changed."""
 
     def publish(self, factor: float, present: Sequence[Sequence[bool]], rows: Rows, *, apart: bool) -> None:
         """Multiply the sums by `factor`, and let `p.grad` show them if any member has a gradient there.
@@ -312,10 +315,12 @@ class RingSum(GroupSum):
 
         Messages leave in this order from then on.
         """
-        ids = self.carrier.ids
-        if self._order_is_measured or len(ids) < 2:
+        ids, waiting = self.carrier.ids, self.carrier.by_rows
+        if self._order_is_measured or len(ids) - len(waiting) < 2:
             return []
-        arrived = self.carrier.measured()
+        arrived = list(self.carrier.measured())
+        for each in waiting if arrived else ():  # these keep their places among the others
+            arrived.insert(ids.index(each), each)
         never = [each for each in ids if each not in arrived]
         order = torch.tensor([len(arrived), *arrived, *never], dtype=torch.int64)
         agreement = self.ring.agreement
@@ -360,32 +365,33 @@ class RingSum(GroupSum):
     # -- state for checkpoints and for newcomers -----------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return self.scaling.state_dict()
+        by_rows = {"by_rows": self.carrier.by_rows} if self.carrier.by_rows else {}
+        return {**self.scaling.state_dict(), **by_rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.scaling.load_state_dict(state)
+        if self.shows_mean:  # the ids may be those of another layout: then they are chosen anew
+            said = state.get("by_rows")
+            ids = said if isinstance(said, list) else []
+            self.carrier.take_by_rows([each for each in self.carrier.ids if each in ids])
         self._treatments.latest = None
 
     def member_state(self) -> dict[str, Any]:
-        """Return the measured order of messages, which of them are summed by rows, whether the loop begins
-        with this model, and the state of `Ballot`."""
+        """Return the measured order of messages, whether the loop begins with this model, and the state of
+        `Ballot`."""
         order = self.carrier.ids if self._order_is_measured else []
         begins = self._boundary.begins_with == self._number
-        by_rows = self.carrier.by_rows
-        return {"order": order, "by_rows": by_rows, "begins": begins, **self._ballot.member_state()}
+        return {"order": order, "begins": begins, **self._ballot.member_state()}
 
     def check_member_state(self, state: Mapping[str, Any]) -> None:
         if state["order"] and sorted(state["order"]) != sorted(self.carrier.ids):
             raise ValueError(f"messages leave in the order {state['order']!r}, which are not this model's")
-        if not {*state["by_rows"]} <= {*self.carrier.ids}:
-            raise ValueError(f"messages {state['by_rows']!r} are summed by rows, which are not this model's")
         if type(state["begins"]) is not bool:
             raise ValueError(f"whether the loop begins with this model is {state['begins']!r}")
         self._ballot.check_member_state(state)
 
     def load_member_state(self, state: Mapping[str, Any]) -> None:
         self._leave_in(state["order"])
-        self.carrier.take_by_rows(state["by_rows"])
         self._ballot.load_member_state(state)
         if state["begins"]:
             self._boundary.begins_with = self._number
@@ -434,26 +440,18 @@ class RingBuckets(Buckets):
             ballot.share_rows(own, agreed, self.messages)
         if not self.by_rows:
             return
+        by_chunk = self._by_chunk(agreed.present)
         waiting = [message for message in self.messages if message.waits_for_rows]
         for message in waiting:
-            few = self._few(message, agreed.rows, agreed.present)
-            if few is None:
+            elements = _elements_by_rows(message, agreed.rows, by_chunk)
+            if elements is None:
                 self._send(message, scale)
             else:
-                self._send_rows(message, agreed.rows, scale, few)
+                self._send_rows(message, agreed.rows, scale, elements)
         self._wait([message for message in waiting if message.summed is None or len(message.summed)])
 
-    def _few(self, message: Bucket, rows: Rows, present: Sequence[Sequence[bool]]) -> int | None:
-        """Return how many elements of a message the sum takes by rows. None: a gradient is dense, or the rows
-        that any member has are more than half of all."""
-        few = 0
-        for chunk, here in zip(self._laid, present, strict=True):
-            if chunk in message.chunks:
-                of_chunk = rows.get(chunk.bound.chunk.id, {})
-                if any(there and slot not in of_chunk for slot, there in enumerate(here)):
-                    return None
-                few += chunk.elements(of_chunk)
-        return few if 2 * few <= message.gradients.numel() else None
+    def _by_chunk(self, present: Sequence[Sequence[bool]]) -> dict[int, Sequence[bool]]:
+        return {bound.chunk.id: there for bound, there in zip(self.bounds, present, strict=True)}
 
     def measured(self) -> list[int]:
         return self._arrivals
@@ -542,10 +540,10 @@ class RingBuckets(Buckets):
     def _choose(self, rows: Rows, present: Sequence[Sequence[bool]]) -> None:
         """Let messages wait for their rows in the next iteration that had few in this one. A message without
         gradients goes on as before."""
-        by_rows = []
+        by_rows, by_chunk = [], self._by_chunk(present)
         for message in self.messages:
-            few = self._few(message, rows, present)
-            if few or (few == 0 and message.waits_for_rows):
+            elements = _elements_by_rows(message, rows, by_chunk)
+            if elements or (elements == 0 and message.waits_for_rows):
                 by_rows.append(message.id)
         if by_rows != self.by_rows:
             self.take_by_rows(by_rows)
@@ -626,6 +624,27 @@ def over_ring(ring: AnyRing, calls: Calls, message_bytes: int, **options: Any) -
     return partial(
         RingSum, ring=ring, calls=calls, carry=partial(RingBuckets, least=message_bytes), **options
     )
+
+
+def _elements_by_rows(message: Bucket, rows: Rows, present: Mapping[int, Sequence[bool]]) -> int | None:
+    """Return how many elements of a message are summed by rows. None: all are.
+
+    All are if a gradient is dense or complex, if the rows that any member has are more than half of all, or
+    if the message is short.
+
+    Args:
+        present: for each chunk's id, True for each slot of which any member has a gradient.
+    """
+    elements = 0
+    for chunk in message.chunks:
+        id_, parameters = chunk.bound.chunk.id, chunk.bound.parameters
+        of_chunk = rows.get(id_, {})
+        for slot, there in enumerate(present[id_]):
+            if there and (slot not in of_chunk or parameters[slot].is_complex()):
+                return None
+        elements += chunk.elements(of_chunk)
+    short = message.gradients.nbytes < LEAST
+    return None if short or 2 * elements > message.gradients.numel() else elements
 
 
 def _may_ride(messages: Sequence[Bucket]) -> bool:

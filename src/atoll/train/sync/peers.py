@@ -27,7 +27,7 @@ from atoll.exchange.hostmemory import BUFFERS, HostMemory, make_file, map_bytes,
 from atoll.exchange.sentgroups import sent_groups
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.optimizer import RemoteOptimizer
-from atoll.tensors.settings import settings_of
+from atoll.tensors.settings import Settings, settings_of
 from atoll.tensors.shardoptimizer import full_name, own_path
 from atoll.train.checkpoint.resume import TrainingState
 from atoll.train.data.peerssampler import PeerBatches, PeerSampler
@@ -93,6 +93,7 @@ class Peers:
             training.optimizer,
             training.hooks,
             make=model.make_step,
+            settings=partial(sent_groups, training.optimizer),
             fetch=model.fetch_state,
             home="under strategy 'peers' its state lives at the node's CPU side",
             keeps_state=training.unit.keeps_state,
@@ -421,8 +422,8 @@ class PeerModel:
         if file >= 0:
             os.close(file)
 
-    def make_step(self, accepted: bool) -> None:
-        self.exchange.step(accepted, sent_groups(self.training.optimizer))
+    def make_step(self, accepted: bool, settings: Settings) -> None:
+        self.exchange.step(accepted, settings)
 
     def fetch_state(self) -> dict[nn.Parameter, dict[str, Any]]:
         """Return each parameter's state, as plain torch would have it, with all contributions of this node

@@ -21,6 +21,7 @@ from atoll.net.returning import Made, Payload
 from atoll.tensors.binding import BoundChunk, carve
 from atoll.tensors.lazy import LazyTensor
 from atoll.tensors.packing import PACKED, unpack_lazily
+from atoll.tensors.settings import Settings
 from atoll.train.gradients.reducer import Reducer
 from atoll.train.gradients.tiersums import values_from
 from atoll.train.sync.stores import UNDER_WAY
@@ -94,9 +95,9 @@ class TieredModel(ServedModel):
         self._fetched.clear()
         super().fetch_parameters()
 
-    def make_step(self, number: int, accepted: bool) -> None:
+    def make_step(self, number: int, accepted: bool, settings: Settings) -> None:
         self._fetched.clear()
-        super().make_step(number, accepted)
+        super().make_step(number, accepted, settings)
 
     # State for the shards
 

@@ -288,6 +288,7 @@ class Served:
                 each.optimizer,
                 each.hooks,
                 make=partial(model.make_step, number),
+                settings=partial(sent_groups_of_all, training.optimizers),
                 fetch=partial(model.fetch_state, number),
                 home=f"under strategy {training.config.run.strategy!r} its state lives at the shards",
                 keeps_state=each.unit.keeps_state,
@@ -547,8 +548,11 @@ class ServedModel:
 
     # Stepping
 
-    def make_step(self, number: int, accepted: bool) -> None:
-        """Make the step of the optimizer of this number, or leave it out if it is not `accepted`."""
+    def make_step(self, number: int, accepted: bool, settings: Settings) -> None:
+        """Make the step of the optimizer of this number, or leave it out if it is not `accepted`.
+
+        `settings` are those of all optimizers before the step, as `sent_groups_of_all` gives them.
+        """
         sets, turn = self._training.sets, ALL
         if len(sets) > 1:
             others = [each for each in sets if each is not sets[number]]
@@ -563,7 +567,7 @@ class ServedModel:
                     if place != number
                 ),
             )
-        self.exchange.step(accepted, sent_groups_of_all(self._training.optimizers), turn)
+        self.exchange.step(accepted, settings, turn)
 
     # Bringing the optimizer's state back
 
