@@ -44,9 +44,7 @@ def main() -> None:
                 print(f"{name:24} {column:22} {took:5.1f} s {outcome.kind} {outcome.line}", flush=True)
                 if before is not None and outcome.kind == "not installed":
                     continue  # what was found with the package stands
-                record = Record.read()  # another run may have written its cells since
-                record.put(name, column, outcome)
-                record.write()
+                Record.note(name, column, outcome)
     record = Record.read()
     PAGE.write_text(record.page(), encoding="utf-8")
 

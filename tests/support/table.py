@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import fcntl
 import importlib
 import importlib.util
 import io
@@ -389,7 +390,18 @@ class Record(msgspec.Struct):
         rows = {name: self.cells[name] for name in scripts() if name in self.cells}
         ordered = {name: {each: row[each] for each in columns if each in row} for name, row in rows.items()}
         found = Record(self.torch, ordered, self.rivals)
-        RECORD.write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
+        beside = RECORD.with_suffix(f".{os.getpid()}")
+        beside.write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
+        beside.replace(RECORD)
+
+    @classmethod
+    def note(cls, script: str, column: str, outcome: Outcome) -> None:
+        """Put one outcome into the record. Several runs may do so at once."""
+        with PAGE.open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            record = cls.read()
+            record.put(script, column, outcome)
+            record.write()
 
     def page(self) -> str:
         """Return the page as text."""

@@ -755,6 +755,11 @@ def note_scale(optimizer: torch.optim.Optimizer, inverse_scale: Tensor) -> None:
     _INVERSES[optimizer] = inverse_scale
 
 
+def was_unscaled(optimizer: torch.optim.Optimizer) -> bool:
+    """True if a GradScaler has divided the optimizer's gradients since its last step (`note_scale`)."""
+    return optimizer in _INVERSES
+
+
 def forget_scale(optimizer: torch.optim.Optimizer) -> None:
     """Forget the recorded scale: the optimizer has new gradients."""
     if _any_scale:

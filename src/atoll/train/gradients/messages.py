@@ -149,9 +149,7 @@ class BucketChunk:
         """Let `p.grad` show the published values for each slot that is `present`, and keep this worker's own
         gradients.
 
-        `rows` has the slots whose `p.grad` becomes sparse, and its rows. A gradient that carries a graph
-        keeps its graph, with the published values. The mean over the workers of a function's derivatives at
-        it is then the derivative at the mean.
+        `rows` has the slots whose `p.grad` becomes sparse, and its rows.
         """
         self.kept = [parameter.grad for parameter in self.bound.parameters]
         self.show(present)
@@ -160,12 +158,6 @@ class BucketChunk:
             self.bound.parameters[index].grad = (
                 rows_of(view, here) if summed is None else of_rows(here.to(view.device), summed, view.shape)
             )
-        for index, own in enumerate(self.kept) if self._odd else ():
-            if own is not None and own.requires_grad and not own.is_sparse:
-                with torch.enable_grad():
-                    value = self.published.views[index]
-                    self.bound.parameters[index].grad = own + (value - own.detach())
-                self._with_graph.append(index)
 
     def drop_graphs(self) -> None:
         """Let `p.grad` show plain values again, where `publish` has given it a graph."""
@@ -179,10 +171,19 @@ class BucketChunk:
     def show(self, present: Sequence[bool]) -> None:
         """Let `p.grad` show the published values for each slot that is `present`, and None for the others.
 
-        This worker's own gradients must have been kept.
+        This worker's own gradients must have been kept. One that carries a graph keeps its graph, with the
+        published values. The mean over the workers of a function's derivatives at it is then the derivative
+        at the mean.
         """
         for parameter, view, here in zip(self.bound.parameters, self.published.views, present, strict=True):
             parameter.grad = view if here else None
+        self._with_graph = []
+        for index, own in enumerate(self.kept) if self._odd else ():
+            if present[index] and own is not None and own.requires_grad and not own.is_sparse:
+                with torch.enable_grad():
+                    value = self.published.views[index]
+                    self.bound.parameters[index].grad = own + (value - own.detach())
+                self._with_graph.append(index)
 
     def has_sparse(self) -> bool:
         """True if one of this worker's own gradients is sparse."""

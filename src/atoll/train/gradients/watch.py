@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import Tensor, nn
 
 from atoll.core.errors import UserError
-from atoll.memory.proxies import edits_of
+from atoll.memory.proxies import GradientProxy, edits_of
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.torch_compat import forget_clipping
 
@@ -124,6 +124,38 @@ class GradientWatch:
             if gradient is not zeroed or edits_of(gradient) != edits:
                 return False
         return True
+
+
+class EditWatch:
+    """Finds what the script does between a backward and the step with gradients that are not the mean."""
+
+    def __init__(self, chunks: Sequence[BoundChunk]) -> None:
+        self._named = [each for bound in chunks for each in zip(bound.names, bound.parameters, strict=True)]
+        self._seen: list[tuple[int, int]] = []  # each gradient's identity, and how often it was written into
+
+    def note(self) -> None:
+        """Note the gradients as backward has left them."""
+        self._seen = [_identity(parameter.grad) for _, parameter in self._named]
+        forget_clipping()
+
+    def first_edited(self, unscaled: bool) -> str:
+        """Return the first parameter whose gradient was changed since `note`; "" for none. `unscaled`: a
+        GradScaler has written into each once."""
+        for (name, parameter), (before, edits) in zip(self._named, self._seen, strict=False):
+            now, written = _identity(parameter.grad)
+            if now and (now != before or written > edits + unscaled):
+                return name
+        return ""
+
+    def first_with_graph(self) -> str:
+        """Return the first parameter whose gradient carries a graph; "" for none."""
+        return next((name for name, p in self._named if p.grad is not None and p.grad.requires_grad), "")
+
+
+def _identity(gradient: Tensor | None) -> tuple[int, int]:
+    if gradient is None:
+        return 0, 0
+    return id(gradient.source if isinstance(gradient, GradientProxy) else gradient), edits_of(gradient)
 
 
 class SharedGradientWatch(GradientWatch):

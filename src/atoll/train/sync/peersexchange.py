@@ -22,14 +22,16 @@ from torch import Tensor
 
 from atoll.core.decoding import from_msgpack
 from atoll.core.errors import UserError
-from atoll.core.scriptline import waiting_line
+from atoll.core.scriptline import at_script_line, waiting_line
 from atoll.core.stands import Stand, StandError, decode_stand, encode_stand, gradients, gradients_in
 from atoll.exchange.coding import Coding
 from atoll.exchange.hostmemory import HostMemory
 from atoll.tensors.binding import BoundChunk
+from atoll.tensors.torch_compat import clipped_at
 from atoll.train.gradients.reducer import Calls, Clipping, Reducer
 from atoll.train.gradients.samples import ContributionWeight
 from atoll.train.gradients.sums import MakeSum, Own
+from atoll.train.gradients.watch import EditWatch
 from atoll.train.sync.peersparameters import DeviceParameters, LocalParameters, Slots
 from atoll.train.sync.peersworker import NodeWorker
 from atoll.wire.device import (
@@ -85,6 +87,7 @@ class NodeParts:
         returned: takes the script's state, after the others went on without this node.
         pace: returns the seconds in which this device computes a sample; 0: not known.
         tell: prints a line for people.
+        unscaled: True if a GradScaler has divided this iteration's gradients.
     """
 
     worker: NodeWorker
@@ -96,6 +99,7 @@ class NodeParts:
     returned: Callable[[bytes], None]
     pace: Callable[[], float]
     tell: Callable[[str], None]
+    unscaled: Callable[[], bool]
 
 
 class ScriptState:
@@ -148,7 +152,8 @@ class PeerExchange(Reducer):
         self._coding = parts.coding
         self._stale_max, self._overlaid = parts.stale_max, parts.overlaid
         self._returned, self._pace, self._tell = parts.returned, parts.pace, parts.tell
-        self._place = parts.place
+        self._place, self._unscaled = parts.place, parts.unscaled
+        self._edits, self._told_own = EditWatch(chunks), False
         self.parameters = LocalParameters(parts.place, worker)
         self._slots = Slots(worker)
         self._script = ScriptState(worker, parts.capture)
@@ -218,12 +223,32 @@ class PeerExchange(Reducer):
     def reduce(self) -> None:
         """Finish the iteration's gradients after backward. Nothing leaves the node before `step`."""
         self._come()
+        if self._is_exact and (name := self._edits.first_with_graph()):
+            self._tell_own(f"backward(create_graph=True): {name}.grad has a graph")
         self._weigh(self.contribute())
         if self._weighed.weight <= 0:  # gradients of weight 0 may be NaN: show none, like a ring
             for bound in self._chunks:
                 for parameter in bound.parameters:
                     parameter.grad = None
         self._sum_up()
+        if self._is_exact:
+            self._edits.note()
+
+    @property
+    def _is_exact(self) -> bool:
+        """True if each step is one of the mean of several nodes' gradients at one iteration."""
+        return self._stale_max == 0 and len(self._worker.members) > 1
+
+    def _tell_own(self, what: str) -> None:
+        """Tell people once that the script computes with gradients as if they were the mean."""
+        tells = self._worker.leads and self._worker.node == min(self._worker.members)
+        if tells and not self._told_own:
+            self._tell(
+                f"{what}, and under strategy 'peers' it is this node's own: a step is of the mean of what "
+                "the nodes make of theirs, not of what one process makes of the mean; session.clip_grad_norm_ "
+                "clips the mean, and strategies ring and server (bsp) show it"
+            )
+        self._told_own = True
 
     def _sum_up(self) -> None:
         """Sum the gradients over the node's devices."""
@@ -254,6 +279,10 @@ class PeerExchange(Reducer):
     def before_step(self, follows: bool = False) -> None:
         self.parameters.check_unchanged()
         super().before_step(follows)
+        if self._is_exact and (name := self._edits.first_edited(self._unscaled())):
+            line = clipped_at()
+            how = at_script_line("torch.nn.utils.clip_grad_norm_", line) if line else "optimizer.step"
+            self._tell_own(f"{how}: {name}.grad was changed after its backward")
 
     def refuse(self) -> None:
         self._refused = self._stale_max == 0  # else other nodes may have used it already
