@@ -266,6 +266,8 @@ def _option_named_in(found: Outcome, given: tuple[str, ...]) -> str:
 def compare(plain: Shown, found: list[Shown], tolerance: float) -> Outcome:
     """Compare what workers have shown with plain torch: the mean losses, and every worker's values."""
     losses, right = _mean_losses(found), torch.tensor(plain.losses, dtype=torch.float64)
+    if losses.numel() != len(plain.losses):
+        return Outcome("wrong", f"{losses.numel()} losses, where plain torch has {len(plain.losses)}")
     if fault := _fault(plain, found, losses):
         return Outcome("wrong", fault)
     for worker, each in enumerate(found):
@@ -284,7 +286,10 @@ def compare_nearly(plain: Shown, found: list[Shown], share: float) -> Outcome:
     the distance that plain torch has gone. Values that stay where they began are at 1, twice the rate near 1,
     the wrong direction near 2.
     """
-    if fault := _fault(plain, found, _mean_losses(found)):
+    losses = _mean_losses(found)  # with leased data one worker may have trained on nearly all
+    if bool(losses.numel()) != bool(plain.losses):
+        return Outcome("wrong", f"{losses.numel()} losses, where plain torch has {len(plain.losses)}")
+    if fault := _fault(plain, found, losses):
         return Outcome("wrong", fault)
     gone = _distance(plain.values, plain.starts, plain.starts)
     for worker, each in enumerate(found):
@@ -300,13 +305,14 @@ def _distance(ends: dict[str, Tensor], others: dict[str, Tensor], names: Iterabl
 
 
 def _mean_losses(found: list[Shown]) -> Tensor:
+    """Return the workers' mean losses; where one has made more steps than another, all of their losses."""
+    if len({len(each.losses) for each in found}) > 1:
+        return torch.tensor([loss for each in found for loss in each.losses], dtype=torch.float64)
     return torch.tensor([each.losses for each in found], dtype=torch.float64).mean(0)
 
 
 def _fault(plain: Shown, found: list[Shown], losses: Tensor) -> str:
     """Return what is wrong whatever the numbers should be; empty if nothing is."""
-    if losses.numel() != len(plain.losses):
-        return f"{losses.numel()} losses, where plain torch has {len(plain.losses)}"
     for worker, each in enumerate(found):
         for name, value in plain.values.items():
             other = each.values.get(name)

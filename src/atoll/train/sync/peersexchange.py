@@ -245,8 +245,8 @@ class PeerExchange(Reducer):
         if tells and not self._told_own:
             self._tell(
                 f"{what}, and under strategy 'peers' it is this node's own: a step is of the mean of what "
-                "the nodes make of theirs, not of what one process makes of the mean; session.clip_grad_norm_ "
-                "clips the mean, and strategies ring and server (bsp) show it"
+                "the nodes make of theirs, not of what one process makes of the mean; "
+                "session.clip_grad_norm_ clips the mean, and strategies ring and server (bsp) show it"
             )
         self._told_own = True
 
