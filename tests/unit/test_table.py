@@ -59,6 +59,8 @@ def test_losses_and_every_worker_s_values_are_compared(found: list[Shown], kind:
         ([shown([4.0, 2.5], 1.0)], "wrong"),  # the wrong way
         ([shown([4.0, float("inf")], 3.0)], "wrong"),
         ([shown([4.0], 3.0)], "wrong"),
+        ([shown([4.0, 3.0, 2.5], 3.0), shown([], 3.0)], "pass"),  # one was dealt all batches
+        ([shown([], 3.0), shown([], 3.0)], "wrong"),
         ([Shown([4.0, 2.0], {})], "wrong"),
     ],
 )
