@@ -123,6 +123,7 @@ class Script:
     tolerance: float = TOLERANCE
     sources: tuple[str, ...] = ()  # where users met the case, as owner/repository#number
     needs: tuple[str, ...] = ()  # modules of packages that the tests do not bring
+    own_pace: float = OWN_PACE
 
     @property
     def missing(self) -> str:
@@ -164,6 +165,7 @@ def _script(path: Path) -> Script:
     text = path.read_text(encoding="utf-8")
     title = (ast.get_docstring(ast.parse(text)) or "").partition("\n\n")[0]
     tolerance = re.search(r"^# tolerance: (\S+)", text, re.MULTILINE)
+    own_pace = re.search(r"^# own pace: (\S+)", text, re.MULTILINE)
     return Script(
         path.stem,
         path,
@@ -171,6 +173,7 @@ def _script(path: Path) -> Script:
         float(tolerance[1]) if tolerance else TOLERANCE,
         tuple(re.findall(r"^# source: (\S+#\d+)", text, re.MULTILINE)),
         tuple(re.findall(r"^# needs: (\S+)", text, re.MULTILINE)),
+        float(own_pace[1]) if own_pace else OWN_PACE,
     )
 
 
@@ -239,7 +242,7 @@ class Table:
             )
         if COLUMNS[column].exact or way.pace or way.strategy:
             return compare(plain, found, script.tolerance)
-        return compare_nearly(plain, found, OWN_PACE)
+        return compare_nearly(plain, found, script.own_pace)
 
     def _run(self, script: Script, column: str, way: Way, options: tuple[str, ...]) -> list[Shown]:
         if column in RIVALS:
@@ -498,7 +501,8 @@ which the device has 24 KiB. Two workers train on the halves of the batches on w
 plain torch.
 
 Workers under `ssp` and `asp` make steps of their own, at their own pace: there a script passes if the
-distance of its end from plain torch's end is at most 0.8 of the distance that plain torch has gone.
+distance of its end from plain torch's end is at most 0.8 of the distance that plain torch has gone,
+or another part of it that the script gives with its reason.
 
 | cell | meaning |
 | --- | --- |
