@@ -194,9 +194,9 @@ class Table:
                 (self._plain[name],) = self._pool.run(_run_plain, script.path, world=1, deadline=DEADLINE)
         except (JobFailedError, DeadlineError, RunError) as error:
             raise AssertionError(f"{name} does not train with plain torch: {error}") from None
-        found = self._outcome(script, column)
         if column in RIVALS:
             options: tuple[str, ...] = ()
+            found = self._outcome(script, column)
             while (option := _option_named_in(found, options)) and found.kind == "refused":
                 options += (option,)
                 again = self._outcome(script, column, options=options)
