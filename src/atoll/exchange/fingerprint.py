@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from atoll.chunks import ParameterSpec, lay_out
@@ -21,19 +23,20 @@ def fingerprint(
     configured: str = "",
     fused: bool = True,
     by_tensor: bool = False,
+    dtypes: Sequence[str] = ("float32", "bfloat16"),
 ) -> str:
     """Return the fingerprint of this process: "torch 2.13.0+cpu AVX512 9c1b2a...".
 
     It has the build of torch, the instructions that it uses here, and the digest of a few small steps. They
-    are made as the run's steps are: means, clipping, and the optimizer of each param group, in single
-    precision and in bfloat16. Nodes with one fingerprint keep equal global parameters, as far as that can be
-    told beforehand; each iteration's digest shows a difference.
+    are made as the run's steps are: means, clipping, and the optimizer of each param group, in each of
+    `dtypes`, which are the model's. Nodes with one fingerprint keep equal global parameters, as far as that
+    can be told beforehand; each iteration's digest shows a difference.
 
-    Arguments are as in GlobalParameters. Raises UserError for an optimizer that cannot be run here.
+    Other arguments are as in GlobalParameters. Raises UserError for an optimizer that cannot be run here.
     """
     specs = [
         ParameterSpec(f"{dtype}.{group}.{index}", shape, dtype, settings=str(group))
-        for dtype in ("float32", "bfloat16")
+        for dtype in dtypes
         for group in range(len(hyperparameters))
         for index, shape in enumerate(_MATRICES if by_tensor else _SHAPES)
     ]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from atoll.core.errors import DeadlineError, RunError, UserError
 from atoll.memory.foreign import described
-from atoll.memory.payloads import GRADIENT, Key
+from atoll.memory.payloads import GRADIENT, VALUES, Key
 from atoll.memory.sharedgradients import SharedGradients
 from atoll.memory.sharing import Sharing
 from atoll.memory.states import ChunkStates
@@ -73,8 +73,12 @@ class Answers:
             raise UserError(
                 f"worker {sharing.rank} was asked for the {kind} of {sharing.words(chunk)}, and has none"
             )
-        with self._reading, sharing.store.pin(key) as payload:
-            yield payload
+        with sharing.original(chunk) if kind == VALUES else nullcontext() as original:
+            if original is not None:
+                yield original
+                return
+            with self._reading, sharing.store.pin(key) as payload:
+                yield payload
 
 
 def _bytes(word: bytes) -> Tensor:

@@ -302,12 +302,13 @@ class Engine:
         if versions == stay.versions and not stay.given_out:
             return
         is_changed = versions != stay.versions or stay.is_seal_broken
-        with outside_dispatch_modes(), torch.no_grad(), self.home.values(each, writes=True) as values:
-            stay.return_to(values)
+        with outside_dispatch_modes(), torch.no_grad():
+            if is_changed:
+                self.home.written(chunk)
+            with self.home.values(each, writes=True) as values:
+                stay.return_to(values)
         self.written_back += 1
         self._moved.count("to_host", each)
-        if is_changed:
-            self.home.written(chunk)
         stay.seal(anew=True)
         self.home.written_back(each)
         stay.versions = versions  # last: if this is cut short, the chunk is written back again
@@ -413,9 +414,9 @@ class Engine:
                 stay.given_out = True
                 self.home.written(place.chunk)
                 return
+            self.home.written(place.chunk)
             with self.home.values(each, writes=True) as values:
                 each.part(values, place.slot).copy_(value)
-            self.home.written(place.chunk)
             self.home.written_back(each)
 
     # What parameters ask

@@ -131,6 +131,7 @@ class HostHome(Home):
 
     def written(self, chunk: int) -> None:
         if self._sharing is not None:
+            self.wait_stepped(chunk)
             self._sharing.written(chunk)
 
     def written_back(self, each: TrainedChunk) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from atoll.memory.payloads import MASTER, VALUES, Key, spare_kind, state_kind
 from atoll.memory.states import ChunkStates, Kept
 from atoll.memory.stepqueue import Settings
+from atoll.tensors.elementwise import begin_training
 from atoll.tensors.optimizer import State, runs_alike
 from atoll.tensors.torch_compat import bare_step, drop_step_hooks
 from atoll.tensors.wrapped import clone
@@ -221,6 +222,8 @@ def run_step(
     settings: Settings,
     parameters: list[nn.Parameter],
     state: dict[nn.Parameter, State],
+    *,
+    is_trial: bool = False,
 ) -> Mapping[nn.Parameter, State]:
     """Run an optimizer's own code on `parameters`; return the states that it then keeps for them.
 
@@ -229,6 +232,7 @@ def run_step(
         own: the optimizer's attributes.
         settings: the param group, without its parameters.
         state: the parameters' states.
+        is_trial: True for a step before the script has said that it trains.
     """
     copy = object.__new__(class_)
     copy.__dict__.update(noted(own))
@@ -236,6 +240,8 @@ def run_step(
     copy.param_groups = [{**noted(settings), "params": parameters}]
     states: defaultdict[Any, State] = defaultdict(dict, state)
     copy.state = states
+    if is_trial:
+        begin_training(copy)
     bare_step(class_)(copy)  # global optimizer hooks have run for the script's own call
     return states
 

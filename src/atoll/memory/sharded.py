@@ -239,9 +239,11 @@ class Sharded(Moving):
     def _before_load(self, module: nn.Module, *_: Any) -> None:
         if is_loaded_itself(module, caller()):
             self.sync("load_state_dict()")
+            self.sharing.keeps_originals = False  # all members write the whole model now, and none reads it
 
     def _after_load(self, module: nn.Module, _keys: Any) -> None:
         if is_loaded_itself(module, caller()):
+            self.sharing.keeps_originals = True
             self.sync("load_state_dict()")
 
     def stats(self) -> MemoryFigures:

@@ -9,6 +9,7 @@ in any order.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
@@ -83,6 +84,12 @@ class Sharing:
         self._writes = [0] * len(chunks)  # how often this member's part of the values was written
         # Chunks that the script has written to since the last sync point for writes.
         self._written: set[int] = set()
+        # This member's part of their values before that, which other members still read; how many of these
+        # read each chunk now; and the guard of both.
+        self._originals: dict[int, Tensor] = {}
+        self._readers = [0] * len(chunks)
+        self._reading = threading.Condition()
+        self.keeps_originals = True
         self.stages = Stages(staging_bytes)
         most = max(map(len, self._others))
         self._fetching: ThreadPoolExecutor | None = None
@@ -277,9 +284,39 @@ class Sharing:
     # Sync points
 
     def written(self, chunk: int) -> None:
-        """Note that the script has written to a chunk's values. Writes to others' parts are dropped here."""
-        if self.members.count > 1:
-            self._written.add(chunk)
+        """Note that the script writes to a chunk's values, before they are written here. Writes to others'
+        parts are dropped.
+
+        Until the next sync point for writes the others read this member's part as it is now: their scripts
+        may be at an earlier line. Raises DeadlineError if one that reads the part now does not end.
+        """
+        if self.members.count == 1:
+            return
+        self._written.add(chunk)
+        if not self.keeps_originals or chunk in self._originals or not self.holds_any(chunk):
+            return
+        with self._reading:
+            if not self._reading.wait_for(lambda: not self._readers[chunk], _DEADLINE):
+                raise DeadlineError(
+                    f"waited {_DEADLINE:.0f} s for another worker to read {self.words(chunk)}, before this "
+                    "worker's script may write to it"
+                )
+            with self.store.pin((chunk, VALUES)) as own:
+                self._originals[chunk] = own.clone()
+
+    @contextmanager
+    def original(self, chunk: int) -> Iterator[Tensor | None]:
+        """Lend this member's part of a chunk's values as the others read it; None if it lies in its payload,
+        to which nobody writes within the block."""
+        with self._reading:
+            original = self._originals.get(chunk)
+            self._readers[chunk] += original is None
+        try:
+            yield original
+        finally:
+            with self._reading:
+                self._readers[chunk] -= original is None
+                self._reading.notify_all()
 
     @property
     def is_written(self) -> bool:
@@ -297,6 +334,8 @@ class Sharing:
         """
         if stepped or published:
             self._written.clear()
+            with self._reading:
+                self._originals.clear()
         self.cache.forget()
         self.points.passed(changed, stepped=stepped)
 

@@ -232,7 +232,8 @@ def state_dtypes(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> dict[s
         parameter = nn.Parameter(torch.zeros((64, 64) if unit.by_tensor else (2,), dtype=dtype))
         parameter.grad = torch.ones_like(parameter)
         try:
-            kept = run_step(type(optimizer), own, noted(group, without="params"), [parameter], {})
+            settings = noted(group, without="params")
+            kept = run_step(type(optimizer), own, settings, [parameter], {}, is_trial=True)
         except Exception as error:  # whatever an unknown optimizer raises
             raise PrepareError(
                 f"optimizer {type(optimizer).__name__} raised in a trial of its step, which budgets of "

@@ -205,10 +205,18 @@ def _try(
     return [p.detach() for p in parameters], [probe.state[p] for p in parameters]
 
 
+def begin_training(optimizer: torch.optim.Optimizer) -> None:
+    """Call the `train()` of an optimizer that has modes, such as schedule-free ones, before a trial of its
+    step."""
+    train = getattr(optimizer, "train", None)
+    if callable(train):
+        train()
+
+
 def copy_for(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameters: list[nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """Return a copy of the optimizer without hooks and state, which steps `parameters`.
+    """Return a copy of the optimizer without hooks and state, which steps `parameters` in a trial.
 
     `group` gives the hyperparameters. Step the copy by `type(optimizer).step(copy)`, which bypasses wrappers
     of the method.
@@ -223,4 +231,5 @@ def copy_for(
     }
     probe.param_groups = [{**hyperparameters, "params": parameters}]
     probe.state = defaultdict(dict)
+    begin_training(probe)
     return probe

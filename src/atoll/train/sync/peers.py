@@ -298,6 +298,7 @@ class PeerModel:
             hyperparameters,
             configured=self._own_optimizer,
             by_tensor=training.unit.by_tensor,
+            dtypes=sorted({chunk.dtype for chunk in training.chunk_map.trainable}),
         )
         self._ready: Ready | None = None
         self._number = 0  # number of set-ups so far
