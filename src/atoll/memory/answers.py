@@ -73,11 +73,12 @@ class Answers:
             raise UserError(
                 f"worker {sharing.rank} was asked for the {kind} of {sharing.words(chunk)}, and has none"
             )
-        with sharing.original(chunk) if kind == VALUES else nullcontext() as original:
+        kept = sharing.original(chunk) if kind == VALUES else nullcontext()
+        with self._reading, kept as original:  # who waits for `_reading` keeps no writer waiting
             if original is not None:
                 yield original
                 return
-            with self._reading, sharing.store.pin(key) as payload:
+            with sharing.store.pin(key) as payload:
                 yield payload
 
 
