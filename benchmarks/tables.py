@@ -611,12 +611,21 @@ def _wan_ratios(case: Record | None) -> str:
     return f"> {case['more_than'] / case['least']:.1f}" if case["more_than"] else "lost"
 
 
+def muon(record: Record) -> str:
+    """The ratios, and how even the owners' work is."""
+    beside = [case for case in record["cases"] if "rival" in case]
+    (owners,) = (case for case in record["cases"] if "rival" not in case)
+    busiest = f"The busiest of {owners['workers']} owners in tiers: {owners['ratio']:.3f} of the mean."
+    return f"{ratios({**record, 'cases': beside})}\n\n{busiest}"
+
+
 def tables(folder: Path) -> dict[str, str]:
     """Each benchmark's tables, with what ran it; those without results are left out."""
     shown = {}
     shows = {
         "overhead": ratios,
         "ring": ratios,
+        "muon": muon,
         "ring_order": ring_order,
         "step": step_costs,
         "footprint": footprint,
