@@ -179,8 +179,7 @@ def test_an_optimizer_in_backward_is_refused_at_its_first_step(pool: WorkerPool,
         assert step == (
             "SGD.step() of parameter '10.bias' within backward (test_gradient_hooks.py:LINE): "
             "session.prepare was not given this optimizer, so each worker would step by itself and the "
-            "workers' models would part; give session.prepare one optimizer for all parameters and call "
-            "its step() after backward"
+            "workers' models would part; give session.prepare a list with all optimizers that step the model"
         )
 
 

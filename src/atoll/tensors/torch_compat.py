@@ -559,6 +559,14 @@ def milestones_of(scheduler: SequentialLR) -> list[int]:
     return milestones
 
 
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """Tell the optimizer's schedulers that the script has called its step, which is made later.
+
+    They warn otherwise. Private: `Optimizer._opt_called`, 2.8 to 2.13. Public way: none.
+    """
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
 # torch.distributed
 
 

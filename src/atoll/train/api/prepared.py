@@ -49,6 +49,7 @@ from atoll.train.data.moredata import MoreData
 from atoll.train.gradients.backward import BackwardEnd
 from atoll.train.gradients.clipping import GradientNorm
 from atoll.train.gradients.forwards import BesideCompiled, ForwardHooks
+from atoll.train.gradients.latesteps import LateSteps
 from atoll.train.gradients.meanloss import MeanLoss
 from atoll.train.gradients.memory import Tiers
 from atoll.train.gradients.othersteps import OtherSteps
@@ -270,7 +271,11 @@ class Prepared:
         if self._sync_norms is not None:
             self._sync_norms.join(workers, self.samples)
         self.reducer.ready()
-        backward.add(self.reducer)
+        # A model's only optimizer would step parameters of which gradients are still to come.
+        late = optimizers if len(optimizers) > 1 else ()
+        names = {parameter: name for name, parameter in self.parameters.items()}
+        self._late_steps = LateSteps(late, names, backward.step_waits)
+        backward.add(self.reducer, self._late_steps)
         for each in self.sets:
             before_unscaling(each.optimizer, each.before_unscaling, each.has_batch)
         self._norms = lies.norms(self.norm)
@@ -367,6 +372,7 @@ class Prepared:
         for handle in self._lazy_hooks:
             handle.remove()
         self._unwatch_zeroing()
+        self._late_steps.close()
         self.reducer.close()
         self.stepper.close()
         if self.tiers is not None:
@@ -502,6 +508,7 @@ class Prepared:
 
     def before_unscaling(self, of: StepSet) -> None:
         """Reduce before a GradScaler looks for infinities, also on a worker without a batch."""
+        self._check_is_after_backward(f"GradScaler.unscale_ of {type(of.optimizer).__name__}")
         if self.reducer.synchronous and not self._closed and not self._follows(of):
             self.reducer.before_step()
 
@@ -524,11 +531,7 @@ class Prepared:
                 f"{type(of.optimizer).__name__}.step() was called inside a piece of session.pieces, when "
                 "gradients of the batch's other pieces are missing; call it after the loop over the pieces"
             )
-        if self._others and is_within_backward():
-            raise PrepareError(
-                f"{type(of.optimizer).__name__}.step() was called within backward, when the mean over the "
-                "workers is not there yet; call it after backward"
-            )
+        self._check_is_after_backward(f"{type(of.optimizer).__name__}.step()")
         new = self._growth.find(self.parameters)
         if new and self._others:
             raise PrepareError(
@@ -551,6 +554,13 @@ class Prepared:
             self.reducer.before_step(follows=True)
         else:
             self.reducer.before_step()
+
+    def _check_is_after_backward(self, what: str) -> None:
+        if self._others and is_within_backward() and not self._late_steps.are_made:
+            raise PrepareError(
+                f"{what} was called within backward, when the mean over the workers is not there yet; call it "
+                "after backward, or step each parameter by an optimizer of its own (docs/from-ddp.md)"
+            )
 
     def accepts(self, of: StepSet, gradients: Sequence[Tensor]) -> bool:
         """Return True if the step is to be made, by the policy `sync.nonfinite`.

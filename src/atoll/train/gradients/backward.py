@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 from atoll.core.scriptline import waiting_line
 from atoll.core.stands import Stand, gradients
-from atoll.tensors.torch_compat import at_end_of_backward
+from atoll.tensors.torch_compat import at_end_of_backward, backward_under_way
 from atoll.train.api.speed import Stretch
+from atoll.train.gradients.latesteps import LateSteps
 from atoll.train.gradients.reducer import Reducer
 from atoll.train.group.rounds import Ring
 
@@ -26,18 +27,22 @@ class BackwardEnd:
     def __init__(self, ring: Ring | None, stretch: Stretch | None = None) -> None:
         self._ring, self._stretch = ring, stretch
         self._reducers: list[Reducer] = []
+        self._late: list[LateSteps] = []  # by model
         self._armed = False
+        self._late_in = -1  # the backward within which a step was called
         self.number = 0  # the backward that is under way, or the next one
         self.in_piece = False  # True inside a piece of a batch (`train/api/pieces.py`)
         self.ends = 0  # the backwards that have ended and have begun to reduce gradients
 
-    def add(self, reducer: Reducer) -> None:
+    def add(self, reducer: Reducer, late: LateSteps) -> None:
         self._reducers.append(reducer)
+        self._late.append(late)
         for each in self._reducers:
             each.sends_early = len(self._reducers) == 1
 
     def remove(self, reducer: Reducer) -> None:
         """Forget the reducer of a model that is prepared again."""
+        del self._late[self._reducers.index(reducer)]
         self._reducers.remove(reducer)
 
     def arm(self) -> None:
@@ -48,6 +53,24 @@ class BackwardEnd:
                 reducer.drop_kept()
                 reducer.watch.look_for_edits()
             at_end_of_backward(self._end)
+
+    def step_waits(self) -> bool:
+        """Have a step that is called within a backward wait for its end; return False inside a piece of a
+        batch, when gradients of other pieces are missing."""
+        if self.in_piece:
+            return False
+        if self._late_in != backward_under_way():
+            self._late_in = backward_under_way()
+            for late in self._late:
+                late.forget()  # those of a backward that raised
+            at_end_of_backward(self._make_late_steps)
+        return True
+
+    def _make_late_steps(self) -> None:
+        """Make the steps that wait, if the gradients are reduced or none have come."""
+        if not self._armed:
+            for late in self._late:
+                late.make()
 
     def settle(self) -> None:
         """Wait out a slowed worker's extra time before gradients leave (`train/api/speed.py`)."""
@@ -81,6 +104,8 @@ class BackwardEnd:
     def _end(self) -> None:
         self._armed = False
         self.number += 1
+        for late in self._late:
+            late.check()
         self.settle()
         waiting = [reducer for reducer in self._reducers if reducer.synchronous]
         self.ends += bool(waiting)
@@ -96,6 +121,7 @@ class BackwardEnd:
             due = self._due(self._ring, waiting)
         for reducer in due:
             reducer.reduce()
+        self._make_late_steps()
 
     def reduce_before_step(self, reducer: Reducer) -> None:
         """Reduce gradients that no backward has reduced before `reducer`'s step, as on a worker without a

@@ -60,8 +60,8 @@ class OtherSteps:
         if within or not self._shows_mean():
             raise PrepareError(
                 f"{step}: session.prepare was not given this optimizer, so each worker would step by itself "
-                "and the workers' models would part; give session.prepare one optimizer for all parameters "
-                "and call its step() after backward"
+                "and the workers' models would part; give session.prepare a list with all optimizers that "
+                "step the model"
             )
         self._warn_once(
             f"a step of {name!r} by another optimizer",
