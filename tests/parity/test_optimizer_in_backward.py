@@ -212,8 +212,8 @@ REFUSALS: list[tuple[Callable[[atoll.Session], None], type[Exception], str]] = [
     (
         dropped,
         UserError,
-        r"10\.bias\.grad was set to None within backward after SGD\.step\(\), which waits for the mean at the "
-        r"end of backward; call the optimizer's zero_grad\(\) there in its place",
+        r"10\.bias\.grad was set to None within backward after SGD\.step\(\), which waits for the mean at "
+        r"the end of backward; call the optimizer's zero_grad\(\) there in its place",
     ),
     (
         of_one,
@@ -224,8 +224,8 @@ REFUSALS: list[tuple[Callable[[atoll.Session], None], type[Exception], str]] = [
     (
         scaled,
         PrepareError,
-        r"GradScaler\.unscale_ of SGD was called within backward, when the mean over the workers is not there "
-        r"yet; call it after backward",
+        r"GradScaler\.unscale_ of SGD was called within backward, when the mean over the workers is not "
+        r"there yet; call it after backward",
     ),
     (in_a_piece, UserError, re.escape(IN_PIECE)),
 ]

@@ -558,8 +558,8 @@ class Prepared:
     def _check_is_after_backward(self, what: str) -> None:
         if self._others and is_within_backward() and not self._late_steps.are_made:
             raise PrepareError(
-                f"{what} was called within backward, when the mean over the workers is not there yet; call it "
-                "after backward, or step each parameter by an optimizer of its own (docs/from-ddp.md)"
+                f"{what} was called within backward, when the mean over the workers is not there yet; call "
+                "it after backward, or step each parameter by an optimizer of its own (docs/from-ddp.md)"
             )
 
     def accepts(self, of: StepSet, gradients: Sequence[Tensor]) -> bool:

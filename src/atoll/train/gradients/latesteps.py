@@ -85,10 +85,11 @@ class LateSteps:
         for place in self._waiting:
             for parameter in self._parameters(place):
                 if parameter.grad is None:
+                    step = f"{type(self._optimizers[place]).__name__}.step()"
                     raise UserError(
-                        f"{self._names[parameter]}.grad was set to None within backward after "
-                        f"{type(self._optimizers[place]).__name__}.step(), which waits for the mean at the end "
-                        "of backward; call the optimizer's zero_grad() there in its place"
+                        f"{self._names[parameter]}.grad was set to None within backward after {step}, which "
+                        "waits for the mean at the end of backward; call the optimizer's zero_grad() there in "
+                        "its place"
                     )
         others = self._latest.keys() - self._waiting.keys() if self._waiting else ()
         self._without_gradient = [place for place in others if not self._has_gradient(place)]
