@@ -238,7 +238,7 @@ def test_what_cannot_wait_is_refused(
     pool: WorkerPool, script: Callable[[atoll.Session], None], error: type[Exception], line: str
 ) -> None:
     with pytest.raises(JobFailedError, match=line) as caught:
-        run_at(pool, "ring", script, world=WORLD)
+        run_at(pool, "ring", script, world=WORLD, sync={"memory_cap": 2, "global_batch": 8})
     assert error.__name__ in str(caught.value)
 
 

@@ -88,8 +88,8 @@ class LateSteps:
                     step = f"{type(self._optimizers[place]).__name__}.step()"
                     raise UserError(
                         f"{self._names[parameter]}.grad was set to None within backward after {step}, which "
-                        "waits for the mean at the end of backward; call the optimizer's zero_grad() there in "
-                        "its place"
+                        "waits for the mean at the end of backward; call the optimizer's zero_grad() there "
+                        "in its place"
                     )
         others = self._latest.keys() - self._waiting.keys() if self._waiting else ()
         self._without_gradient = [place for place in others if not self._has_gradient(place)]
