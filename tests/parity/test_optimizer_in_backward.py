@@ -14,9 +14,10 @@ from kinds import check_equal
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
+from torch.utils.checkpoint import checkpoint
 
 import atoll
-from atoll.core.errors import PrepareError, UserError
+from atoll.core.errors import UserError
 from support.pool import JobFailedError, WorkerPool
 from support.runs import KINDS, alone, model, run_at
 
@@ -24,7 +25,10 @@ pytestmark = pytest.mark.sampled
 
 WORLD, STEPS = 2, 5
 HERE = tuple(kind for kind in KINDS if not kind.startswith("peers") and kind != "asp")
-CASES = ("plain", "scheduled", "zeros", "every other time", "by layer", "unused", "accumulated")
+CASES = (
+    "plain", "scheduled", "zeros", "every other time", "by layer", "unused", "unused at once",
+    "scheduled apart", "checkpointed", "accumulated",
+)  # fmt: skip
 
 
 class Hooks:
@@ -66,6 +70,10 @@ class Hooks:
         if self._case == "scheduled":
             self._scheduled[place].step()
 
+    def end_step(self) -> None:
+        for each in self._scheduled if self._case == "scheduled apart" else ():
+            each.step()
+
     def due(self) -> list[int]:
         """The optimizers that the hooks of all workers together step in this backward."""
         places = range(len(self.optimizers))
@@ -75,10 +83,18 @@ class Hooks:
 def backward(net: nn.Sequential, case: str, rank: int, step: int, micro: int = 0) -> None:
     seed = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
     x = torch.randn(4, 32, dtype=torch.float64, generator=seed)
-    skips = case == "unused" and rank == 1 and step % 2 == 1
-    for index, layer in enumerate(net):
-        if not (skips and index in (2, 3)):  # one linear layer and what follows it
-            x = layer(x)
+    skipped: tuple[int, ...] = ()  # a linear layer and what follows it
+    if case == "unused at once":  # each worker leaves out another one, from the first step on
+        skipped = (2, 3) if (rank + step) % 2 else (4, 5)
+    elif case in ("unused", "scheduled apart") and rank == 1 and step % 2:
+        skipped = (2, 3)
+    layers = [layer for index, layer in enumerate(net) if index not in skipped]
+    if case == "checkpointed":
+        x.requires_grad_()
+        x = checkpoint(nn.Sequential(*layers[2:6]), nn.Sequential(*layers[:2])(x), use_reentrant=True)
+        layers = layers[6:]
+    for layer in layers:
+        x = layer(x)
     x.square().mean().backward()  # type: ignore[no-untyped-call]
 
 
@@ -98,6 +114,7 @@ def train(session: atoll.Session, case: str, before: bool) -> list[list[Tensor]]
             hooks.is_on = is_last
             with nullcontext() if is_last else session.no_sync():
                 backward(net, case, session.rank, step, micro)
+        hooks.end_step()
         seen.append([each.detach().clone() for each in net.parameters()])
     return seen
 
@@ -127,6 +144,7 @@ def expected(case: str, world: int) -> list[list[Tensor]]:
                 parameter.grad = mean if parameter.grad is None else parameter.grad + mean
         for place in hooks.due():
             hooks.act(place)
+        hooks.end_step()
         seen.append([each.detach().clone() for each in nets[0].parameters()])
     return seen
 
@@ -134,6 +152,7 @@ def expected(case: str, world: int) -> list[list[Tensor]]:
 def cells() -> list[Any]:
     """All cases at all kinds, of which `make test` takes a few."""
     quick = {("plain", "ring"), ("scheduled", "tiers"), ("unused", "server"), ("by layer", "hierarchical")}
+    quick |= {("unused at once", "ring"), ("checkpointed", "ring")}
     return [
         pytest.param(case, kind, marks=() if (case, kind) in quick else pytest.mark.soak)
         for case in CASES
@@ -162,19 +181,62 @@ def test_asp_makes_each_step(pool: WorkerPool) -> None:
     check_equal(found[-1], expected("scheduled", 1)[-1])
 
 
-def dropped(session: atoll.Session) -> None:
-    """A hook that drops its gradient after a step, which other workers' gradients are to be part of."""
+def hooked(session: atoll.Session, then: Callable[[Optimizer, Tensor], None], **how: Any) -> nn.Sequential:
+    """A model whose hooks step each parameter by an optimizer of its own, and then do more."""
     net = model()
     each = {p: SGD([p], lr=0.1) for p in net.parameters()}
     session.prepare(net, list(each.values()))
 
     def step(parameter: Tensor) -> None:
-        each[parameter].step()  # type: ignore[index]
-        parameter.grad = None
+        each[parameter].step(**how)  # type: ignore[index]
+        then(each[parameter], parameter)  # type: ignore[index]
 
     for parameter in net.parameters():
         parameter.register_post_accumulate_grad_hook(step)
-    backward(net, "plain", session.rank, 0)
+    return net
+
+
+def drop(_: Optimizer, parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def zero(_: Optimizer, parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.zero_()
+
+
+def clamp(_: Optimizer, parameter: Tensor) -> None:
+    with torch.no_grad():
+        parameter.clamp_(-0.1, 0.1)
+
+
+def again(optimizer: Optimizer, _: Tensor) -> None:
+    optimizer.step()
+
+
+def nothing(_: Optimizer, __: Tensor) -> None: ...
+
+
+def dropped(session: atoll.Session) -> None:
+    backward(hooked(session, drop), "plain", session.rank, 0)
+
+
+def zeroed(session: atoll.Session) -> None:
+    backward(hooked(session, zero), "plain", session.rank, 0)
+
+
+def written(session: atoll.Session) -> None:
+    backward(hooked(session, clamp), "plain", session.rank, 0)
+
+
+def twice(session: atoll.Session) -> None:
+    backward(hooked(session, again), "plain", session.rank, 0)
+
+
+def under_no_sync(session: atoll.Session) -> None:
+    net = hooked(session, nothing)
+    with session.no_sync():
+        backward(net, "plain", session.rank, 0)
 
 
 def of_one(session: atoll.Session) -> None:
@@ -194,6 +256,20 @@ def scaled(session: atoll.Session) -> None:
     scaler.scale(net(torch.ones(4, 32, dtype=torch.float64)).square().mean()).backward()
 
 
+def on_one_worker(session: atoll.Session) -> None:
+    """Worker 1's hooks leave a parameter out that has a gradient."""
+    net = model()
+    each = {p: SGD([p], lr=0.1) for p in net.parameters()}
+    session.prepare(net, list(each.values()))
+    left_out = net[2].weight if session.rank == 1 else None
+    for parameter in net.parameters():
+        if parameter is not left_out:
+            parameter.register_post_accumulate_grad_hook(lambda p: each[p].step())
+    for step in range(2):
+        backward(net, "plain", session.rank, step)
+
+
+WAITS = r"which waits for the mean at the end of backward; "
 IN_PIECE = "SGD.step() was called inside a piece of session.pieces"
 
 
@@ -208,38 +284,72 @@ def in_a_piece(session: atoll.Session) -> None:
             net(x).square().mean().backward()
 
 
-REFUSALS: list[tuple[Callable[[atoll.Session], None], type[Exception], str]] = [
-    (
+ZERO = WAITS + r"call the optimizer's zero_grad\(\) there in its place"
+REFUSALS: dict[str, tuple[Callable[[atoll.Session], None], str, str]] = {
+    "dropped": (
         dropped,
-        UserError,
-        r"10\.bias\.grad was set to None within backward after SGD\.step\(\), which waits for the mean at "
-        r"the end of backward; call the optimizer's zero_grad\(\) there in its place",
+        "UserError",
+        r"10\.(bias|weight)\.grad was set to None within backward after SGD\.step\(\), " + ZERO,
     ),
-    (
+    "zeroed": (
+        zeroed,
+        "UserError",
+        r"10\.(bias|weight)\.grad was written into within backward after SGD\.step\(\), " + ZERO,
+    ),
+    "written": (
+        written,
+        "UserError",
+        r"parameter '10\.(bias|weight)' was written into within backward after SGD\.step\(\), "
+        + WAITS
+        + "do it after backward",
+    ),
+    "twice": (
+        twice,
+        "UserError",
+        r"SGD\.step\(\) was called twice within one backward, at whose end it is made once; give each "
+        r"parameter an optimizer of its own, or call step\(\) when the last gradient has come",
+    ),
+    "under no_sync": (
+        under_no_sync,
+        "UserError",
+        r"SGD\.step\(\) was called within a backward under session\.no_sync\(\), which leaves the mean to a "
+        r"later backward; let the hook step in the last backward alone, which is outside no_sync",
+    ),
+    "of one": (
         of_one,
-        PrepareError,
+        "PrepareError",
         r"SGD\.step\(\) was called within backward, when the mean over the workers is not there yet; call it "
         r"after backward, or step each parameter by an optimizer of its own \(docs/from-ddp\.md\)",
     ),
-    (
+    "scaled": (
         scaled,
-        PrepareError,
+        "PrepareError",
         r"GradScaler\.unscale_ of SGD was called within backward, when the mean over the workers is not "
         r"there yet; call it after backward",
     ),
-    (in_a_piece, UserError, re.escape(IN_PIECE)),
-]
+    "in a piece": (in_a_piece, "UserError", re.escape(IN_PIECE)),
+    "on one worker": (
+        on_one_worker,
+        "UserError",
+        r"iteration 0: worker 0 stepped or clipped 11 times after that and stepped by the optimizers .*, and "
+        r"worker 1 stepped or clipped 10 times after that and stepped by the optimizers",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("script", "error", "line"), REFUSALS, ids=lambda each: getattr(each, "__name__", "")
-)
-def test_what_cannot_wait_is_refused(
-    pool: WorkerPool, script: Callable[[atoll.Session], None], error: type[Exception], line: str
-) -> None:
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_wait_is_refused(pool: WorkerPool, name: str) -> None:
+    script, error, line = REFUSALS[name]
     with pytest.raises(JobFailedError, match=line) as caught:
         run_at(pool, "ring", script, world=WORLD, sync={"memory_cap": 2, "global_batch": 8})
-    assert error.__name__ in str(caught.value)
+    assert error in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["dropped", "zeroed", "written"])
+def test_it_is_refused_in_tiers_too(name: str) -> None:
+    script, _, line = REFUSALS[name]
+    with pytest.raises(UserError, match=line):
+        alone(script, tiers=True)
 
 
 class StopError(Exception):
@@ -267,7 +377,7 @@ def after_an_error(session: atoll.Session) -> list[Tensor]:
 
 
 def test_steps_of_a_backward_that_raised_are_forgotten() -> None:
-    check_equal(alone(after_an_error), expected("plain", 1)[-1])
+    check_equal(alone(after_an_error, tiers=True), expected("plain", 1)[-1])
 
 
 def given_back(session: atoll.Session) -> tuple[nn.Module, list[Optimizer]]:

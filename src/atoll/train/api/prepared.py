@@ -271,8 +271,10 @@ class Prepared:
         if self._sync_norms is not None:
             self._sync_norms.join(workers, self.samples)
         self.reducer.ready()
-        # A model's only optimizer would step parameters of which gradients are still to come.
-        late = optimizers if len(optimizers) > 1 else ()
+        # A model's only optimizer would step parameters of which gradients are still to come. Alone, the mean
+        # is there as the gradient comes.
+        waits = len(optimizers) > 1 and (self._others or tiers is not None)
+        late = optimizers if waits else ()
         names = {parameter: name for name, parameter in self.parameters.items()}
         self._late_steps = LateSteps(late, names, backward.step_waits)
         backward.add(self.reducer, self._late_steps)
@@ -554,6 +556,8 @@ class Prepared:
             self.reducer.before_step(follows=True)
         else:
             self.reducer.before_step()
+        if len(self.sets) > 1:
+            self.reducer.sum.steps_by(self.sets.index(of), of.follows)
 
     def _check_is_after_backward(self, what: str) -> None:
         if self._others and is_within_backward() and not self._late_steps.are_made:

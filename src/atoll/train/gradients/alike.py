@@ -34,6 +34,7 @@ class Treatment(msgspec.Struct, frozen=True, array_like=True):
         edited: True if the script changed the mean in another way than by clipping.
         settings: the hyperparameters of the step.
         followed: the number of steps and clippings after it, by the model's other optimizers.
+        by: the places of the optimizers that have stepped, in their order; empty if the model has one.
     """
 
     iteration: int
@@ -41,6 +42,7 @@ class Treatment(msgspec.Struct, frozen=True, array_like=True):
     edited: bool
     settings: Settings = []
     followed: int = 0
+    by: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         did = ["changed the gradients"] if self.edited else []
@@ -49,6 +51,9 @@ class Treatment(msgspec.Struct, frozen=True, array_like=True):
             did.append(f"clipped the gradients to {max_norm:g}{kind}")
         if self.followed:
             did.append(f"stepped or clipped {self.followed} times after that")
+        if self.by:
+            places = " and ".join(str(place) for place in self.by)
+            did.append(f"stepped by the optimizers {places} of session.prepare's list")
         return " and ".join(did) or "left the gradients as they were"
 
 
@@ -71,6 +76,7 @@ class Treatments:
         self._means: list[Tensor | None] = []  # `p.grad` of each parameter when the script was shown the mean
         self._versions: list[int] = []
         self._clips: list[tuple[float, float]] = []
+        self._by: tuple[int, ...] = ()
         self.edited = False
         self.latest: Treatment | None = None
 
@@ -97,16 +103,27 @@ class Treatments:
         if self.latest is not None:
             self.latest = msgspec.structs.replace(self.latest, followed=self.latest.followed + 1)
 
+    def steps_by(self, place: int, follows: bool) -> None:
+        """Note the place of the one of several optimizers that is about to step. `follows`: it steps
+        gradients that another one has stepped already."""
+        if not follows:
+            self._by = (place,)
+        elif self.latest is not None:
+            self.latest = msgspec.structs.replace(self.latest, by=(*self.latest.by, place))
+
     def stepped(self, iteration: int) -> None:
         """Make the treatment of `iteration`, which is over, the latest one."""
-        self.latest = Treatment(iteration, tuple(self._clips), self.edited, self._settings.settings)
-        self._clips, self.edited, self._means = [], False, []
+        clips, settings = tuple(self._clips), self._settings.settings
+        self.latest = Treatment(iteration, clips, self.edited, settings, by=self._by)
+        self._clips, self.edited, self._means, self._by = [], False, [], ()
 
     @property
     def told(self) -> tuple[object, ...] | None:
         """The content of `said` without the iteration's number; None if no treatment is known."""
         made = self.latest
-        return None if made is None else (made.clips, made.edited, self._settings.code, made.followed)
+        return (
+            None if made is None else (made.clips, made.edited, self._settings.code, made.followed, made.by)
+        )
 
     def said(self, epoch: Epoch = UNKNOWN, *, iteration: bool = True) -> list[float]:
         """Encode the latest treatment: SAID values of 0 and 1, whose sums are exact in any dtype. All are 0

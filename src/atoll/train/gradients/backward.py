@@ -5,15 +5,30 @@ Workers must run their collectives in one order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from weakref import ref
 
 from atoll.core.scriptline import waiting_line
 from atoll.core.stands import Stand, gradients
-from atoll.tensors.torch_compat import at_end_of_backward, backward_under_way
+from atoll.tensors.torch_compat import at_end_of_backward
 from atoll.train.api.speed import Stretch
 from atoll.train.gradients.latesteps import LateSteps
 from atoll.train.gradients.reducer import Reducer
 from atoll.train.group.rounds import Ring
+
+
+class _End:
+    """A function to call at the end of a backward, which lives as long as that backward."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+
+    def __call__(self) -> None:
+        self._function()
+
+
+def _no_end() -> None:
+    return None
 
 
 class BackwardEnd:
@@ -29,7 +44,8 @@ class BackwardEnd:
         self._reducers: list[Reducer] = []
         self._late: list[LateSteps] = []  # by model
         self._armed = False
-        self._late_in = -1  # the backward within which a step was called
+        # What a backward calls at its end in which steps wait; autograd drops it if the backward raises:
+        self._late_end: Callable[[], _End | None] = _no_end
         self.number = 0  # the backward that is under way, or the next one
         self.in_piece = False  # True inside a piece of a batch (`train/api/pieces.py`)
         self.ends = 0  # the backwards that have ended and have begun to reduce gradients
@@ -56,21 +72,38 @@ class BackwardEnd:
 
     def step_waits(self) -> bool:
         """Have a step that is called within a backward wait for its end; return False inside a piece of a
-        batch, when gradients of other pieces are missing."""
+        batch, when gradients of other pieces are missing.
+
+        A backward within this one, as of a checkpoint, leaves the steps to the end of this one.
+        """
         if self.in_piece:
             return False
-        if self._late_in != backward_under_way():
-            self._late_in = backward_under_way()
-            for late in self._late:
-                late.forget()  # those of a backward that raised
-            at_end_of_backward(self._make_late_steps)
+        if self._late_end() is None:
+            self._forget_late_steps()  # those of a backward that raised
+            end = _End(self._make_late_steps)
+            self._late_end = ref(end)
+            at_end_of_backward(end)
         return True
 
     def _make_late_steps(self) -> None:
-        """Make the steps that wait, if the gradients are reduced or none have come."""
+        """Make the steps that wait, if this backward's gradients are reduced already, or will not be."""
+        self._late_end = _no_end
         if not self._armed:
+            self._check_late_steps()
             for late in self._late:
                 late.make()
+
+    def _check_late_steps(self) -> None:
+        try:
+            for reducer, late in zip(self._reducers, self._late, strict=True):
+                late.check(reducer.synchronous)
+        except BaseException:
+            self._forget_late_steps()
+            raise
+
+    def _forget_late_steps(self) -> None:
+        for late in self._late:
+            late.forget()
 
     def settle(self) -> None:
         """Wait out a slowed worker's extra time before gradients leave (`train/api/speed.py`)."""
@@ -81,6 +114,7 @@ class BackwardEnd:
         """Give up a backward that raised before its end. Raises RunError if messages had already left."""
         if self._stretch is not None:
             self._stretch.begin()
+        self._forget_late_steps()
         if self._armed:
             self._armed = False
             self.number += 1
@@ -90,6 +124,7 @@ class BackwardEnd:
     def repeat(self) -> None:
         """Forget a backward that may have raised: its batch is computed again, in backwards that do not
         reduce. `finish` then does."""
+        self._forget_late_steps()
         if self._armed:
             self._armed = False
             self.number += 1
@@ -104,8 +139,7 @@ class BackwardEnd:
     def _end(self) -> None:
         self._armed = False
         self.number += 1
-        for late in self._late:
-            late.check()
+        self._check_late_steps()
         self.settle()
         waiting = [reducer for reducer in self._reducers if reducer.synchronous]
         self.ends += bool(waiting)
@@ -121,7 +155,8 @@ class BackwardEnd:
             due = self._due(self._ring, waiting)
         for reducer in due:
             reducer.reduce()
-        self._make_late_steps()
+        for late in self._late:
+            late.make()
 
     def reduce_before_step(self, reducer: Reducer) -> None:
         """Reduce gradients that no backward has reduced before `reducer`'s step, as on a worker without a

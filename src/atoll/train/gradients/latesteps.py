@@ -2,7 +2,7 @@
 
 A hook may step each parameter as its gradient comes, by an optimizer of its own, and zero the gradient, so
 that no two gradients are in memory at once. The mean over the workers comes later. So such a step, and the
-`zero_grad` after it, wait until the backward's gradients are reduced. Source: docs/how-to/optimizers.md.
+`zero_grad` after it, wait until the backward's gradients are reduced. Source: docs/from-ddp.md.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from atoll.core.errors import UserError
-from atoll.tensors.torch_compat import is_within_backward, note_step
+from atoll.memory.proxies import edits_of
+from atoll.tensors.torch_compat import is_within_backward, note_step, version_of
 
-_Call = tuple[tuple[Any, ...], dict[str, Any]]
+_Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass
@@ -30,11 +32,15 @@ class _Step:
     Attributes:
         arguments: those that the script gave to `step`.
         settings: each param group's settings when the script called it.
+        values: by parameter with a gradient, how often its value was written into by then.
+        edits: by the same parameters, how often the gradient was written into.
         zeroing: the arguments of the `zero_grad` after it; None: the script has called none.
     """
 
     arguments: _Call
     settings: list[dict[str, Any]]
+    values: dict[nn.Parameter, int]
+    edits: dict[nn.Parameter, int]
     zeroing: _Call | None = None
 
 
@@ -54,10 +60,12 @@ class LateSteps:
         """Take the name of each parameter. `waits()` is called for each step within a backward: False if it
         must not wait."""
         self._optimizers, self._names, self._waits = optimizers, names, waits
-        self.are_made = self._is_closed = False
+        self.are_made = False
         self._waiting: dict[int, _Step] = {}  # by the optimizer's place
-        self._latest: dict[int, _Step] = {}  # each optimizer's latest step within a backward
-        self._without_gradient: list[int] = []
+        self._place_of: dict[nn.Parameter, int] = {}
+        self._came: set[int] = set()  # optimizers that got a gradient here since they stepped
+        self._left_out: list[int] = []  # optimizers that got none
+        self._watches: list[RemovableHandle] = []  # from the first step that waits on
         self._take_back = [
             _replace(optimizer, name, functools.partial(instead, place))
             for place, optimizer in enumerate(optimizers)
@@ -66,52 +74,62 @@ class LateSteps:
 
     def close(self) -> None:
         """Leave the optimizers' methods as they were."""
-        self._is_closed = True
         for take_back in self._take_back:
             take_back()
-        self._waiting.clear()
-        self._latest.clear()
-        self._optimizers, self._names = (), {}
+        for watch in self._watches:
+            watch.remove()
+        self.forget()
+        self._optimizers, self._names, self._waits = (), {}, _never
+        self._take_back.clear()
+        self._watches.clear()
+        self._place_of.clear()
 
     def forget(self) -> None:
         """Forget the steps of a backward that raised."""
         self._waiting.clear()
+        self._left_out.clear()
 
-    def check(self) -> None:
-        """Look at the gradients at the end of a backward, before they are reduced.
+    def check(self, synchronous: bool) -> None:
+        """Look at the steps that wait, at the end of a backward, before its gradients are reduced.
 
-        Raises UserError for one that the script has dropped after a step that waits for it.
+        Raises UserError for a gradient that the script has dropped since, and for a backward that is not
+        synchronous, since its gradients are not reduced.
         """
-        for place in self._waiting:
-            for parameter in self._parameters(place):
-                if parameter.grad is None:
-                    step = f"{type(self._optimizers[place]).__name__}.step()"
-                    raise UserError(
-                        f"{self._names[parameter]}.grad was set to None within backward after {step}, which "
-                        "waits for the mean at the end of backward; call the optimizer's zero_grad() there "
-                        "in its place"
-                    )
-        others = self._latest.keys() - self._waiting.keys() if self._waiting else ()
-        self._without_gradient = [place for place in others if not self._has_gradient(place)]
+        for place, step in self._waiting.items():
+            if not synchronous:
+                raise UserError(
+                    f"{self._call(place)} was called within a backward under session.no_sync(), which leaves "
+                    "the mean to a later backward; let the hook step in the last backward alone, which is "
+                    "outside no_sync"
+                )
+            self._check(place, step)
+        optimizers = range(len(self._optimizers)) if self._waiting else ()
+        self._left_out = [place for place in optimizers if not self._has_own_gradient(place)]
 
     def make(self) -> None:
         """Make the steps that wait, in the optimizers' order: the gradients are reduced.
 
-        So does an optimizer whose parameters got a gradient by other workers' batches alone, if it stepped
-        within a backward before.
+        So does an optimizer whose parameters have a gradient by other workers' batches alone: its hooks were
+        not called here.
         """
-        due = {place: self._latest[place] for place in self._without_gradient if self._has_gradient(place)}
+        due: dict[int, _Step | None] = {p: None for p in self._left_out if self._has_gradient(p)}
         due |= self._waiting
-        self._latest |= self._waiting
-        self._waiting, self._without_gradient = {}, []
+        zeroing = next((step.zeroing for step in self._waiting.values() if step.zeroing is not None), None)
+        self.forget()
         self.are_made = True
         try:
             for place, step in sorted(due.items()):
                 optimizer = self._optimizers[place]
-                with _as_it_was(optimizer, step.settings):
-                    optimizer.step(*step.arguments[0], **step.arguments[1])
-                if step.zeroing is not None:
-                    optimizer.zero_grad(*step.zeroing[0], **step.zeroing[1])
+                if step is None:
+                    zero = zeroing
+                    optimizer.step()
+                else:
+                    zero = step.zeroing
+                    with _as_they_were(optimizer, step.settings):
+                        optimizer.step(*step.arguments[0], **step.arguments[1])
+                if zero is not None:
+                    optimizer.zero_grad(*zero[0], **zero[1])
+                self._came.discard(place)
         finally:
             self.are_made = False
 
@@ -121,12 +139,31 @@ class LateSteps:
     def _has_gradient(self, place: int) -> bool:
         return any(parameter.grad is not None for parameter in self._parameters(place))
 
+    def _has_own_gradient(self, place: int) -> bool:
+        return place in self._came or place in self._waiting
+
+    def _call(self, place: int) -> str:
+        return f"{type(self._optimizers[place]).__name__}.step()"
+
     def _step(self, place: int, call: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        if self._is_closed or self.are_made or not is_within_backward() or not self._waits():
+        if self.are_made or not is_within_backward() or not self._waits():
             return call(*args, **named)
-        settings = [_settings(group) for group in self._optimizers[place].param_groups]
-        self._waiting[place] = _Step((args, named), settings)
-        note_step(self._optimizers[place])
+        if place in self._waiting:
+            raise UserError(
+                f"{self._call(place)} was called twice within one backward, at whose end it is made once; "
+                "give each parameter an optimizer of its own, or call step() when the last gradient has come"
+            )
+        if not self._watches:
+            self._watch()
+        optimizer = self._optimizers[place]
+        there = [parameter for parameter in self._parameters(place) if parameter.grad is not None]
+        self._waiting[place] = _Step(
+            (args, named),
+            [_settings(group) for group in optimizer.param_groups],
+            {parameter: version_of(parameter) for parameter in there},
+            {parameter: edits_of(parameter.grad) for parameter in there if parameter.grad is not None},
+        )
+        note_step(optimizer)
         return None
 
     def _zero(self, place: int, call: Callable[..., Any], *args: Any, **named: Any) -> Any:
@@ -135,6 +172,49 @@ class LateSteps:
             return call(*args, **named)
         step.zeroing = args, named
         return None
+
+    # -- what hooks do after a step that waits -------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Have a hook run after the script's own on each parameter."""
+        for place in range(len(self._optimizers)):
+            for parameter in self._parameters(place):
+                self._place_of[parameter] = place
+                if parameter.grad is not None:  # it may have come in this backward
+                    self._came.add(place)
+                if parameter.requires_grad:
+                    handle = parameter.register_post_accumulate_grad_hook(self._hooks_ran)  # type: ignore[no-untyped-call]
+                    self._watches.append(handle)
+
+    def _hooks_ran(self, parameter: Tensor) -> None:
+        place = self._place_of[parameter]  # type: ignore[index]
+        self._came.add(place)
+        if place in self._waiting:
+            self._check(place, self._waiting[place], written_too=True)
+
+    def _check(self, place: int, step: _Step, *, written_too: bool = False) -> None:
+        """Raise UserError for what a hook has done after the step that waits, and a plain optimizer's would
+        have come before.
+
+        `written_too`: gradients are still where the hook has seen them.
+        """
+        for parameter, edits in step.edits.items():
+            gradient, name = parameter.grad, self._names[parameter]
+            if gradient is None or (written_too and edits_of(gradient) != edits):
+                did = f"{name}.grad was {'written into' if gradient is not None else 'set to None'}"
+                way_out = "call the optimizer's zero_grad() there in its place"
+            elif written_too and version_of(parameter) != step.values[parameter]:
+                did, way_out = f"parameter {name!r} was written into", "do it after backward"
+            else:
+                continue
+            raise UserError(
+                f"{did} within backward after {self._call(place)}, which waits for the mean at the end of "
+                f"backward; {way_out}"
+            )
+
+
+def _never() -> bool:
+    return False
 
 
 def _replace(optimizer: torch.optim.Optimizer, name: str, instead: Callable[..., Any]) -> Callable[[], None]:
@@ -169,7 +249,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _as_it_was(optimizer: torch.optim.Optimizer, settings: Sequence[dict[str, Any]]) -> Iterator[None]:
+def _as_they_were(optimizer: torch.optim.Optimizer, settings: Sequence[dict[str, Any]]) -> Iterator[None]:
     """Give the param groups the settings of an earlier time inside the `with` block.
 
     What has changed since then, as by a scheduler's step, is there again afterwards.

@@ -343,6 +343,9 @@ class RingSum(GroupSum):
             self._treatments.steps()
         self.gradients.drop_graphs()
 
+    def steps_by(self, place: int, follows: bool) -> None:
+        self._treatments.steps_by(place, follows)
+
     def clipped(self, max_norm: float, norm_type: float) -> None:
         self._treatments.clipped(max_norm, norm_type)
 

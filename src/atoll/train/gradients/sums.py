@@ -161,6 +161,10 @@ class GroupSum:
         `follows`: it steps or clips gradients that another of the model's optimizers has stepped already.
         """
 
+    def steps_by(self, place: int, follows: bool) -> None:
+        """Note which of the model's several optimizers is about to step, by its place. `follows`: another
+        one has stepped these gradients already."""
+
     def clipped(self, max_norm: float, norm_type: float) -> None:
         """Note that the script has clipped this iteration's gradients."""
 
