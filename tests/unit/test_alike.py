@@ -93,3 +93,26 @@ def test_what_a_script_keeps_in_a_group_is_no_hyperparameter() -> None:
     (group,) = settings_of(optimizer)
     assert group["lr"] == 0.1
     assert not group.keys() & {"rank", "foreach", "fused", "params"}
+
+
+def stepped_by(*places: int) -> Treatments:
+    treatments = Treatments()
+    treatments.steps_by(places[0], follows=False)
+    treatments.stepped(3)
+    for place in places[1:]:
+        treatments.followed()
+        treatments.steps_by(place, follows=True)
+    return treatments
+
+
+def test_which_of_several_optimizers_have_stepped_is_compared() -> None:
+    assert alike(stepped_by(0, 1), stepped_by(0, 1))
+    assert not alike(stepped_by(0, 1), stepped_by(0, 2))
+    assert not alike(stepped_by(0), stepped_by(1))
+    line = difference([stepped_by(0, 1).latest, stepped_by(0, 2).latest], ["0", "1"])
+    assert (
+        "worker 0 stepped or clipped 1 times after that and made the steps of optimizers 0 and 1 of" in line
+    )
+    assert (
+        "worker 1 stepped or clipped 1 times after that and made the steps of optimizers 0 and 2 of" in line
+    )

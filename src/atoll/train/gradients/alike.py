@@ -53,7 +53,7 @@ class Treatment(msgspec.Struct, frozen=True, array_like=True):
             did.append(f"stepped or clipped {self.followed} times after that")
         if self.by:
             places = " and ".join(str(place) for place in self.by)
-            did.append(f"stepped by the optimizers {places} of session.prepare's list")
+            did.append(f"made the steps of optimizers {places} in session.prepare's list")
         return " and ".join(did) or "left the gradients as they were"
 
 
