@@ -331,8 +331,8 @@ REFUSALS: dict[str, tuple[Callable[[atoll.Session], None], str, str]] = {
     "on one worker": (
         on_one_worker,
         "UserError",
-        r"iteration 0: worker 0 stepped or clipped 11 times after that and made the steps of optimizers .*, and "
-        r"worker 1 stepped or clipped 10 times after that and made the steps of optimizers",
+        r"iteration 0: worker 0 stepped or clipped 11 times after that and made the steps of optimizers .*, "
+        r"and worker 1 stepped or clipped 10 times after that and made the steps of optimizers",
     ),
 }
 

@@ -111,8 +111,8 @@ def test_which_of_several_optimizers_have_stepped_is_compared() -> None:
     assert not alike(stepped_by(0), stepped_by(1))
     line = difference([stepped_by(0, 1).latest, stepped_by(0, 2).latest], ["0", "1"])
     assert (
-        "worker 0 stepped or clipped 1 times after that and made the steps of optimizers 0 and 1 of" in line
+        "worker 0 stepped or clipped 1 times after that and made the steps of optimizers 0 and 1 in" in line
     )
     assert (
-        "worker 1 stepped or clipped 1 times after that and made the steps of optimizers 0 and 2 of" in line
+        "worker 1 stepped or clipped 1 times after that and made the steps of optimizers 0 and 2 in" in line
     )
