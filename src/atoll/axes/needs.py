@@ -747,12 +747,19 @@ def _of_bf16() -> Iterator[Need]:
 
 def _of_calls() -> Iterator[Need]:
     yield Need(
-        "load-elsewhere",
+        "load-in-iteration",
         ("call",),
-        {"call": Is("optimizer.load_state_dict"), "steps": Is("home")},
-        "optimizer.load_state_dict after session.prepare: {home}, where this would not come; load it before "
-        "session.prepare, which takes the state over, or go on from a checkpoint (session.load, "
-        "session.resume)",
+        {"call": Is("optimizer.load_state_dict"), "steps": Is("home"), "waits": Is(True)},
+        "optimizer.load_state_dict between a backward and optimizer.step(): under strategy {run.strategy!r} "
+        "another process makes the step, with the state as it was at the backward; call it before the "
+        "backward, or after the step",
+        UserError,
+    )
+    yield Need(
+        "load-in-groups",
+        ("call",),
+        {"call": Is("optimizer.load_state_dict", "session.load"), "grouped": Is(True)},
+        "{call}: the workers are in groups already; call it before the loop, after session.prepare",
         UserError,
     )
     yield Need(
