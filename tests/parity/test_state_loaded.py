@@ -237,14 +237,14 @@ def loads_unlike(session: atoll.Session, what: str) -> list[Any]:
 
 
 LINES = {
-    "rates": "UserError: optimizer.load_state_dict: worker 1 loads other param_groups than worker 0; load the",
+    "rates": "UserError: optimizer.load_state_dict: worker 1 loads other param_groups than worker 0; load",
     "state": "UserError: optimizer.load_state_dict: worker 1 loads other state than worker 0; load the same",
     "parameters": "UserError: optimizer.load_state_dict: the script has written other values into parameters",
-    "shape": "UserError: optimizer.load_state_dict: 'exp_avg' of the optimizer's parameter 0 is (3,), and the",
-    "key": "UserError: optimizer.load_state_dict: 'other' of the optimizer's parameter 1 is no state that the",
+    "shape": "UserError: optimizer.load_state_dict: 'exp_avg' of the optimizer's parameter 0 is (3,), and",
+    "key": "UserError: optimizer.load_state_dict: 'other' of the optimizer's parameter 1 is no state that",
     "groups": "ValueError: loaded state dict has a different number of parameter groups",
     "no groups": "KeyError: 'param_groups'",
-    "backward": "UserError: optimizer.load_state_dict between a backward and optimizer.step(): under strategy",
+    "backward": "UserError: optimizer.load_state_dict between a backward and optimizer.step(): under",
 }
 
 

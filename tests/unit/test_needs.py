@@ -521,10 +521,15 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         "param_groups[0]['x'] of the optimizer is a set, and cannot be sent to the process that makes",
         "or keep it outside of the param groups",
     ),
-    "load-elsewhere": (
-        Choices({**AT_HOME, "call": "optimizer.load_state_dict", "home": "its state lives at the shards"}),
-        "optimizer.load_state_dict after session.prepare: its state lives at the shards, where this would",
-        "or go on from a checkpoint (session.load, session.resume)",
+    "load-in-iteration": (
+        Choices({**AT_HOME, "call": "optimizer.load_state_dict", "waits": True, "run.strategy": "peers"}),
+        "optimizer.load_state_dict between a backward and optimizer.step(): under strategy 'peers' another",
+        "call it before the backward, or after the step",
+    ),
+    "load-in-groups": (
+        Choices({"call": "session.load", "grouped": True}),
+        "session.load: the workers are in groups already",
+        "call it before the loop, after session.prepare",
     ),
     "leased-drop-last": (
         Choices({"call": "session.sampler", "data": "leased", "drop_last": True}),
