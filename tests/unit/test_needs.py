@@ -470,9 +470,40 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         "use strategy ring or hierarchical, or torch.optim.AdamW or SGD",
     ),
     "optimizer-modes": (
-        Choices({"modes": True, "optimizer": "ScheduleFree", "sync": "bsp", "run.strategy": "server"}),
-        "optimizer ScheduleFree changes parameters by its state in train() and eval(), and under strategy",
+        Choices({"modes": True, "optimizer": "ScheduleFree", "sync": "asp", "run.strategy": "server"}),
+        "optimizer ScheduleFree moves parameters by its state in train() and eval(), and strategy 'server'",
+        "set sync.consistency to bsp, or use strategy ring or hierarchical",
+    ),
+    "optimizer-modes-peers": (
+        Choices({"modes": True, "optimizer": "ScheduleFree", "sync": "peers", "run.strategy": "peers"}),
+        "optimizer ScheduleFree moves parameters by its state in train() and eval(), and strategy 'peers'",
         "or an optimizer without them, such as torch.optim.AdamW or SGD",
+    ),
+    "optimizer-modes-lazy": (
+        Choices(
+            {
+                "modes": True,
+                "optimizer": "ScheduleFree",
+                "sync": "bsp",
+                "sync.lazy": True,
+                "run.strategy": "server",
+            }
+        ),
+        "optimizer ScheduleFree moves parameters by its state in train() and eval(), and strategy 'server'",
+        "set it to false",
+    ),
+    "optimizer-modes-sites": (
+        Choices(
+            {
+                "modes": True,
+                "optimizer": "ScheduleFree",
+                "sync": "bsp",
+                "site": "a",
+                "run.strategy": "server",
+            }
+        ),
+        "optimizer ScheduleFree moves parameters by its state in train() and eval(), and strategy 'server'",
+        "leave out run.sites",
     ),
     "step-budgets": (
         Choices({"step": "tensor", "store": "tiered"}),

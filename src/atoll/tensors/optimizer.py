@@ -31,6 +31,7 @@ from atoll.chunks import Chunk
 from atoll.core.errors import UserError
 from atoll.tensors.binding import BoundChunk, carve
 from atoll.tensors.lazy import read_whole
+from atoll.tensors.modes import ShownInModes
 from atoll.tensors.stephooks import AroundStep, Handle
 from atoll.tensors.stepunit import tensor_bytes
 from atoll.tensors.tensorfile import storage_key
@@ -466,6 +467,8 @@ class RemoteOptimizer(ParameterOptimizer):
     A GradScaler lets a fused optimizer's kernel divide the gradients and skip a step with infinities
     (`optimizer.grad_scale`, `optimizer.found_inf`). No kernel runs here, so both are done before `make`.
 
+    `train()` and `eval()` of a schedule-free optimizer find the state here, and move the parameters here.
+
     Args:
         optimizer: the script's optimizer.
         hooks: the functions around each step.
@@ -506,6 +509,7 @@ class RemoteOptimizer(ParameterOptimizer):
             optimizer.register_state_dict_pre_hook(lambda _: self._show()),
             optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: self._before_load(state_dict)),
             optimizer.register_load_state_dict_post_hook(lambda _: self._after_load()),
+            ShownInModes(optimizer, self._show),
         ]
 
     @contextmanager
