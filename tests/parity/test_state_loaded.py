@@ -148,14 +148,12 @@ def test_each_of_several_optimizers_loads_its_own(pool: WorkerPool, kind: str) -
 
 @pytest.mark.parametrize("how", ["state alone", "model too"])
 @pytest.mark.parametrize("tiers", [False, True])
-@pytest.mark.parametrize("kind", APART)
+@pytest.mark.parametrize("kind", APART[:3])  # a single node of peers overlays what it has yet to apply
 def test_a_single_worker_at_its_own_pace(pool: WorkerPool, kind: str, tiers: bool, how: str) -> None:
-    config = PACES.get(kind, KINDS.get(kind))
-    assert config is not None
+    config = {**KINDS, **PACES}[kind]
     if tiers:
         config = msgspec.structs.replace(config, memory=KINDS["tiers"].memory)
-    shards = None if kind == "peers stale" else 1
-    (found,) = run_with(pool, config, train, how, "AdamW", world=1, shards=shards)
+    (found,) = run_with(pool, config, train, how, "AdamW", world=1, shards=1)
     check(found, plain(1, how, "AdamW"))
 
 
@@ -165,13 +163,15 @@ def test_parameters_that_come_late_are_taken_first(pool: WorkerPool, sync: dict[
     assert len(found[0]) == STEPS + AFTER
 
 
-def apart(session: atoll.Session) -> list[Any]:
-    """Make unequally many steps, load, and tell what all begin from."""
+def apart(session: atoll.Session, how: str, more: int) -> list[Any]:
+    """Make two steps, and `more` on the second worker, load, and tell what all begin from."""
     net = model()
     (optimizer,) = adamw(net)
     session.prepare(net, optimizer)
-    loop(net, [optimizer], [session.rank], range(2 + 3 * session.rank))
-    state = saved("AdamW")[1][0]
+    loop(net, [optimizer], [session.rank], range(2 + more * session.rank))
+    held, (state,) = saved("AdamW")
+    if how != "state alone":
+        net.load_state_dict(held)
     optimizer.load_state_dict(state)
     begun = [values(net), copy.deepcopy(optimizer.state_dict())]
     loop(net, [optimizer], [session.rank], range(3))
@@ -179,17 +179,49 @@ def apart(session: atoll.Session) -> list[Any]:
     return [*begun, values(net)]
 
 
-@pytest.mark.parametrize("kind", ["asp", "ssp", "ps-hra asp"])
-def test_workers_at_their_own_pace_all_load_at_one_moment(pool: WorkerPool, kind: str) -> None:
+@pytest.mark.parametrize("how", ["state alone", "model too"])
+@pytest.mark.parametrize("kind", APART)
+def test_workers_at_their_own_pace_all_load_at_one_moment(pool: WorkerPool, kind: str, how: str) -> None:
     sync = {"slack": 8} if kind == "ssp" else {}
-    first, second = run_at(pool, kind, apart, world=WORLD, sync=sync)
+    more = 0 if kind == "peers stale" else 3
+    first, second = run_at(pool, kind, apart, how, more, world=WORLD, sync=sync)
     check_equal(first[0], second[0])
     check_equal(first[2], second[2])
+    if how != "state alone":
+        check_equal(first[0], list(saved("AdamW")[0].values()))
     for found in (first, second):
         state = saved("AdamW")[1][0]
         assert found[1]["param_groups"] == state["param_groups"]
         for number, of in state["state"].items():
             check_equal([found[1]["state"][number]["exp_avg"]], [of["exp_avg"]])
+
+
+def leaves_out(net: nn.Module, optimizer: Optimizer, ranks: list[int]) -> list[list[Tensor]]:
+    """Leave a step out, as a GradScaler does, and load."""
+    seen = loop(net, [optimizer], ranks, range(2))
+    state = copy.deepcopy(optimizer.state_dict())
+    seen += loop(net, [optimizer], ranks, range(2, 4))
+    for rank in ranks:
+        net(batch(rank, 4)).square().mean().backward()
+    optimizer.zero_grad()
+    optimizer.load_state_dict(state)
+    return seen + loop(net, [optimizer], ranks, range(5, 7))
+
+
+def leaves_out_at(session: atoll.Session) -> list[list[Tensor]]:
+    net = model()
+    (optimizer,) = adamw(net)
+    session.prepare(net, optimizer)
+    return leaves_out(net, optimizer, [session.rank])
+
+
+@pytest.mark.parametrize("kind", ["server", "server tiers", "peers"])
+def test_after_a_step_that_is_left_out(pool: WorkerPool, kind: str) -> None:
+    net = model()
+    right = leaves_out(net, adamw(net)[0], list(range(WORLD)))
+    for found in run_at(pool, kind, leaves_out_at, world=WORLD):
+        for mine, plainly in zip(found, right, strict=True):
+            check_equal(mine, plainly)
 
 
 # -- what is refused -----------------------------------------------------------------------------------------

@@ -48,6 +48,10 @@ class StateLoads:
             return state_dict
         self._check(waits=_waits(prepared))
         with self._call(prepared, of):
+            reducer = prepared.reducer
+            if reducer.reduced and not reducer.unsent:  # the script has left the step out
+                reducer.drop_kept()
+                reducer.reduced = False
             wrote = self._collectives.before_load()
             found, failure = dict[str, Any](), ""
             try:
@@ -67,13 +71,22 @@ class StateLoads:
         if self._runtime.late:
             return
         with self._call(prepared, of):
-            made = self._runtime.workers.gather(prepared.reducer.steps, f"{LOAD} (the workers' iterations)")
-            prepared.reducer.steps = made[0]  # under asp workers have made unequally many
+            told = self._runtime.workers.gather(
+                [prepared.reducer.steps, self._is_grouped], f"{LOAD} (the workers' iterations)"
+            )
+            self._check(grouped=any(each[1] for each in told))  # a worker may move as it waits in a meeting
+            prepared.reducer.steps = told[0][0]  # under asp workers have made unequally many
             self._runtime.strategy.loaded()
 
     def _call(self, prepared: Prepared, of: StepSet) -> AbstractContextManager[None]:
         which = "" if len(prepared.sets) == 1 else f"optimizer {prepared.sets.index(of)}"
         return self._collectives.call(LOAD, which)
+
+    @property
+    def _is_grouped(self) -> bool:
+        """True if this worker has moved to a group at the shards."""
+        regrouping = self._runtime.regrouping
+        return regrouping is not None and regrouping.grouping > 0
 
     def _check(self, **facts: Any) -> None:
         check("call", self._runtime.choices(self._config, None, call=LOAD, steps="home", **facts))
@@ -83,9 +96,8 @@ class StateLoads:
 
         Values that the script has written count, if all have written equal ones. Else all take the newest.
         """
-        workers, regrouping = self._runtime.workers, self._runtime.regrouping
-        grouped = regrouping is not None and regrouping.grouping > 0
-        told = workers.gather([failure, digests, wrote, grouped], f"{LOAD} (the other workers' states)")
+        workers, own = self._runtime.workers, [failure, digests, wrote, self._is_grouped]
+        told = workers.gather(own, f"{LOAD} (the other workers' states)")
         ranks = workers.ranks
         self._check(grouped=any(each[3] for each in told))
         for rank, (said, its, _, _) in zip(ranks, told, strict=True):
