@@ -348,8 +348,8 @@ class StepHooks:
     closure; `again`: not for the first time in this step. `has_batch()` returns True if a backward has left
     gradients that no step has used.
 
-    Where steps are made elsewhere, `loads(state_dict)` runs before the script's own `load_state_dict` and
-    returns what to load, and `loaded()` runs after it.
+    Where steps are made elsewhere, `begin_load(state_dict)` runs before the script's own `load_state_dict`
+    and returns what to load, and `end_load()` runs after it.
     """
 
     before: Callable[[], None]
@@ -359,8 +359,8 @@ class StepHooks:
     way_out: str = PREPARE_AGAIN
     evaluates: Callable[[bool], None] = lambda again: None  # noqa: ARG005
     has_batch: Callable[[], bool] = lambda: False
-    loads: Callable[[State], State] = lambda state_dict: state_dict
-    loaded: Callable[[], None] = lambda: None
+    begin_load: Callable[[State], State] = lambda state_dict: state_dict
+    end_load: Callable[[], None] = lambda: None
 
 
 class ParameterOptimizer:
@@ -523,11 +523,11 @@ class RemoteOptimizer(ParameterOptimizer):
             self._is_loading = False
 
     def _before_load(self, state_dict: State) -> State:
-        return state_dict if self._is_loading else self._hooks.loads(state_dict)
+        return state_dict if self._is_loading else self._hooks.begin_load(state_dict)
 
     def _after_load(self) -> None:
         if not self._is_loading:
-            self._hooks.loaded()
+            self._hooks.end_load()
 
     def takes_states(self, take: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         """Pass each state_dict to `take` before a load; the optimizer loads the dict that `take` returns."""
