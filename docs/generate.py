@@ -166,6 +166,8 @@ FACTS = {
     "device": "the kind of device",
     "process group": "torch's default group: `whole`, or what it lacks",
     "joint": "whether the workers can sum the layer's statistics",
+    "waits": "whether gradients wait for their step",
+    "grouped": "whether workers have come together in groups at shards",
     "average": "whether `session.average` was called for the model",
     "bf16": "how `session.prepare` is to step bfloat16 parameters in float32",
     "dtype": "of a trained parameter",

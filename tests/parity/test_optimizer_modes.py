@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from kinds import check_equal
-from torch import Tensor
+from torch import Tensor, nn
 
 import atoll
 from atoll.core.errors import PrepareError
+from atoll.tensors.checkpoint import read_checkpoint
 from support.optimizers import ScheduleFreeSGD
 from support.pool import WorkerPool
 from support.runs import alone, model, run_at
 
 WORLD, STEPS = 2, 5
+PERMITTED = "support.optimizers:ScheduleFreeSGD"
 
 
 def train(session: atoll.Session | None, early: bool = False) -> list[Tensor]:
@@ -49,11 +53,61 @@ def train(session: atoll.Session | None, early: bool = False) -> list[Tensor]:
     return [*shown, *(p.detach().clone() for p in net.parameters())]
 
 
-@pytest.mark.parametrize("kind", ["ring", "tiers", pytest.param("hierarchical", marks=pytest.mark.soak)])
+KINDS = ["ring", "tiers", "server", "server tiers", "ps-hra"]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, pytest.param("hierarchical", marks=pytest.mark.soak)])
 def test_every_worker_shows_the_average(pool: WorkerPool, kind: str) -> None:
     right = train(None)
-    for found in run_at(pool, kind, train, world=WORLD):
+    for found in run_at(pool, kind, train, world=WORLD, optimizer=PERMITTED):
         check_equal(found, right)
+
+
+def steps(net: nn.Module, optimizer: ScheduleFreeSGD, ranks: list[int], numbers: range) -> None:
+    optimizer.train()
+    for step in numbers:
+        for rank in ranks:
+            made = torch.Generator().manual_seed(10 * step + rank)
+            x = torch.randn(4, 32, dtype=torch.float64, generator=made)
+            (net(x).square().mean() / len(ranks)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.eval()
+
+
+def saves(session: atoll.Session, folder: str) -> list[Tensor]:
+    """Save in eval mode, change everything, and go on from the checkpoint."""
+    net = model()
+    optimizer = ScheduleFreeSGD(net.parameters())
+    session.prepare(net, optimizer)
+    steps(net, optimizer, [session.rank], range(3))
+    session.save(folder)
+    steps(net, optimizer, [session.rank], range(3, 5))
+    session.load(folder)
+    assert not optimizer.param_groups[0]["training"]
+    loaded = [p.detach().clone() for p in net.parameters()]
+    steps(net, optimizer, [session.rank], range(5, 7))
+    session.barrier()
+    return [*loaded, *(p.detach().clone() for p in net.parameters())]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_in_eval_mode_has_what_plain_torch_has(
+    pool: WorkerPool, tmp_path: Path, kind: str
+) -> None:
+    net = model()
+    optimizer = ScheduleFreeSGD(net.parameters())
+    steps(net, optimizer, list(range(WORLD)), range(3))
+    right = [p.detach().clone() for p in net.parameters()]
+    state = copy.deepcopy(optimizer.state_dict())
+    steps(net, optimizer, list(range(WORLD)), range(5, 7))
+    folder = tmp_path / "saved"
+    for found in run_at(pool, kind, saves, str(folder), world=WORLD, optimizer=PERMITTED):
+        check_equal(found, [*right, *(p.detach() for p in net.parameters())])
+    (saved,) = read_checkpoint(folder).trees["optimizer"]
+    assert saved["param_groups"] == state["param_groups"]
+    for number, of in state["state"].items():
+        check_equal([saved["state"][number]["z"]], [of["z"]])
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -93,10 +147,11 @@ def test_in_tiers_it_must_be_ready() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["server", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("asp", "ps-hra", "peers"))]
+    "kind", ["asp", "lazy", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("ssp", "peers"))]
 )
-def test_where_its_state_lies_elsewhere_it_is_one_line(pool: WorkerPool, kind: str) -> None:
-    for said in run_at(pool, kind, refused, world=WORLD):
+def test_where_no_written_parameters_are_taken_it_is_one_line(pool: WorkerPool, kind: str) -> None:
+    sync = {"lazy": True} if kind == "lazy" else {}
+    for said in run_at(pool, "server" if sync else kind, refused, world=WORLD, sync=sync):
         assert said.startswith(
-            "optimizer ScheduleFreeSGD changes parameters by its state in train() and eval()"
+            "optimizer ScheduleFreeSGD moves parameters by its state in train() and eval(), and strategy"
         )

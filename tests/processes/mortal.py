@@ -5,6 +5,7 @@ Each life of a process is a fork of one that has imported torch, so that a case 
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
@@ -238,11 +239,13 @@ def train(
     edits: bool = False,
     sites: int = 0,
     tiers: bool = False,
+    loads: bool = False,
 ) -> dict[str, Any]:
     """What a worker ends with: parameters, the optimizer's state, each chunk's version at its shard.
 
     Its last iterations are made when all of `kills` have been. `edits`: gradients of the mean are changed.
-    `tiers`: under budgets of memory, of half of the parameters.
+    `tiers`: under budgets of memory, of half of the parameters. `loads`: the script changes the optimizer's
+    state before the fourth iteration.
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 60), nn.Linear(60, 60), nn.Linear(60, 30))
@@ -269,6 +272,12 @@ def train(
                 time.sleep(0.01)
             if iteration == 3:
                 session.barrier()
+            if iteration == 3 and loads:
+                state = copy.deepcopy(optimizer.state_dict())
+                state["param_groups"][0]["lr"] = 0.02
+                for each in state["state"].values():
+                    each["exp_avg"].neg_()
+                optimizer.load_state_dict(state)
             optimizer.zero_grad()
             model(data[iteration, place.rank]).square().mean().backward()
             session.clip_grad_norm_(1.0)
@@ -297,6 +306,7 @@ def train_in(
     edits: bool = False,
     sites: int = 0,
     tiers: bool = False,
+    loads: bool = False,
 ) -> list[dict[str, Any]]:
     """What each worker ends with, when all kills of this run have been."""
     with run:
@@ -309,6 +319,7 @@ def train_in(
             edits,
             sites,
             tiers,
+            loads,
         )
         results = pool.run(train, *arguments, world=workers)
         assert not run.failures

@@ -145,10 +145,11 @@ def run_with(
     shards: int = 2,
     lazy: bool = False,
     tiers: bool = False,
+    loads: bool = False,
     **options: Any,
 ) -> list[dict[str, Any]]:
     run = MortalRun(folder, 2, shards, kills, **options)
-    return train_in(run, pool, 2, consistency, lazy, tiers=tiers)
+    return train_in(run, pool, 2, consistency, lazy, tiers=tiers, loads=loads)
 
 
 def kills_at(point: str) -> list[Kill]:

@@ -49,6 +49,19 @@ def test_workers_under_budgets_read_their_gradients_once_more(
         assert result["came_back"] == 2
 
 
+@pytest.mark.parametrize("snapshot_seconds", [0.1, 60.0])
+def test_a_state_that_the_script_has_loaded_outlives_its_shards(
+    pool: WorkerPool, tmp_path: Path, snapshot_seconds: float
+) -> None:
+    """As the snapshot has it, and as the journal has."""
+    right, other = run_with(pool, tmp_path / "unharmed", [], loads=True)
+    assert_equal(right, other)
+    kills = [Kill(0, "shard.stepped", 3), Kill(1, "shard.answered", 4)]
+    for result in run_with(pool, tmp_path / "killed", kills, loads=True, snapshot_seconds=snapshot_seconds):
+        assert_equal(result, right)
+        assert result["came_back"] == 2
+
+
 @pytest.mark.soak
 def test_one_shard_that_is_killed_again_and_again_under_lazy_parameters(
     pool: WorkerPool, unharmed: dict[str, Any], tmp_path: Path

@@ -70,15 +70,19 @@ def run_at(
     *arguments: Any,
     world: int = 2,
     sync: Mapping[str, Any] | None = None,
+    optimizer: str = "",
 ) -> list[Any]:
     """Run `script(session, *arguments)` on each of `world` workers; returns the results by rank.
 
     `kind` selects a strategy and store from KINDS or PACES. `script` and the arguments are pickled. `sync`
-    has keys of the configuration's table of that name. Raises JobFailedError if any worker raised.
+    has keys of the configuration's table of that name, and `optimizer` is the class that shards may import.
+    Raises JobFailedError if any worker raised.
     """
     config = {**KINDS, **PACES}[kind]
     config = msgspec.structs.replace(config, sync=msgspec.structs.replace(config.sync, **(sync or {})))
-    return run_with(pool, config, script, *arguments, world=world, shards=SHARDS.get(kind))
+    return run_with(
+        pool, config, script, *arguments, world=world, shards=SHARDS.get(kind), optimizer=optimizer
+    )
 
 
 def run_with(
@@ -89,13 +93,16 @@ def run_with(
     world: int,
     shards: int | None = None,
     grouping: GroupingSettings | None = None,
+    optimizer: str = "",
 ) -> list[Any]:
     """Run `script(session, *arguments)` under a configuration on each of `world` workers; returns the results
-    by rank. With `shards` the run has a hub and so many shards; `grouping` is how the hub makes groups.
+    by rank. With `shards` the run has a hub and so many shards; `grouping` is how the hub makes groups, and
+    `optimizer` the class that shards may import.
     """
     if shards is None:
         return pool.run(_join, config, "", script, arguments, world=world)
-    with ServedRun(world, shards, grouping=grouping, codec=config.sync.codec) as served:
+    codec = config.sync.codec
+    with ServedRun(world, shards, grouping=grouping, codec=codec, optimizer=optimizer) as served:
         found = pool.run(_join, config, served.address, script, arguments, world=world)
     if served.failures:
         raise served.failures[0]

@@ -83,6 +83,7 @@ ALLOWED = {
         "server/model.py: Model._hold: optimizer.origins",
         "server/shard.py: Shard._see_to_links: self._hub.steps",
         "server/standby.py: Standby._look_after: self._hub.steps",
+        "train/api/loads.py: StateLoads.end: prepared.reducer.steps",
         "train/data/peersdealing.py: PeerDeal.made: state.used",
         "train/data/sampler.py: DealtSampler._set_deal: self._deal",
         "train/gradients/agreement.py: Ballot.agreed: agreed.steps",

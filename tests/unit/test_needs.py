@@ -470,9 +470,40 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         "use strategy ring or hierarchical, or torch.optim.AdamW or SGD",
     ),
     "optimizer-modes": (
-        Choices({"modes": True, "optimizer": "ScheduleFree", "sync": "bsp", "run.strategy": "server"}),
-        "optimizer ScheduleFree changes parameters by its state in train() and eval(), and under strategy",
+        Choices({"modes": True, "optimizer": "ScheduleFree", "sync": "asp", "run.strategy": "server"}),
+        "optimizer ScheduleFree moves parameters by its state in train() and eval(), and strategy 'server'",
+        "set sync.consistency to bsp, or use strategy ring or hierarchical",
+    ),
+    "optimizer-modes-peers": (
+        Choices({"modes": True, "optimizer": "ScheduleFree", "sync": "peers", "run.strategy": "peers"}),
+        "optimizer ScheduleFree moves parameters by its state in train() and eval(), and strategy 'peers'",
         "or an optimizer without them, such as torch.optim.AdamW or SGD",
+    ),
+    "optimizer-modes-lazy": (
+        Choices(
+            {
+                "modes": True,
+                "optimizer": "ScheduleFree",
+                "sync": "bsp",
+                "sync.lazy": True,
+                "run.strategy": "server",
+            }
+        ),
+        "optimizer ScheduleFree moves parameters by its state in train() and eval(), and strategy 'server'",
+        "set it to false",
+    ),
+    "optimizer-modes-sites": (
+        Choices(
+            {
+                "modes": True,
+                "optimizer": "ScheduleFree",
+                "sync": "bsp",
+                "site": "a",
+                "run.strategy": "server",
+            }
+        ),
+        "optimizer ScheduleFree moves parameters by its state in train() and eval(), and strategy 'server'",
+        "leave out run.sites",
     ),
     "step-budgets": (
         Choices({"step": "tensor", "store": "tiered"}),
@@ -521,10 +552,15 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         "param_groups[0]['x'] of the optimizer is a set, and cannot be sent to the process that makes",
         "or keep it outside of the param groups",
     ),
-    "load-elsewhere": (
-        Choices({**AT_HOME, "call": "optimizer.load_state_dict", "home": "its state lives at the shards"}),
-        "optimizer.load_state_dict after session.prepare: its state lives at the shards, where this would",
-        "or go on from a checkpoint (session.load, session.resume)",
+    "load-in-iteration": (
+        Choices({**AT_HOME, "call": "optimizer.load_state_dict", "waits": True, "run.strategy": "peers"}),
+        "optimizer.load_state_dict between a backward and optimizer.step(): under strategy 'peers' another",
+        "call it before the backward, or after the step",
+    ),
+    "load-in-groups": (
+        Choices({"call": "session.load", "grouped": True}),
+        "session.load: the workers are in groups already",
+        "call it before the loop, after session.prepare",
     ),
     "leased-drop-last": (
         Choices({"call": "session.sampler", "data": "leased", "drop_last": True}),

@@ -643,13 +643,39 @@ def _of_models() -> Iterator[Need]:
         "parameters by their real views; use strategy ring or hierarchical, or torch.optim.AdamW or SGD",
         PrepareError,
     )
+    moved = (
+        "optimizer {optimizer} moves parameters by its state in train() and eval(), and strategy "
+        "{run.strategy!r} "
+    )
     yield Need(
         "optimizer-modes",
         prepare,
-        {"modes": Is(True), "sync": Is("bsp", "ssp", "asp", "peers")},
-        "optimizer {optimizer} changes parameters by its state in train() and eval(), and under strategy "
-        "{run.strategy!r} that state lies elsewhere; use strategy ring or hierarchical, or an optimizer "
-        "without them, such as torch.optim.AdamW or SGD",
+        {"modes": Is(True), "sync": Is("ssp", "asp")},
+        moved + "takes parameters that a script has written only where all workers make each step together: "
+        "set sync.consistency to bsp, or use strategy ring or hierarchical",
+        PrepareError,
+    )
+    yield Need(
+        "optimizer-modes-peers",
+        prepare,
+        {"modes": Is(True), "sync": Is("peers")},
+        moved + "takes no parameters that a script has written; use strategy ring or hierarchical, server "
+        "with sync.consistency bsp, or an optimizer without them, such as torch.optim.AdamW or SGD",
+        PrepareError,
+    )
+    yield Need(
+        "optimizer-modes-lazy",
+        prepare,
+        {"modes": Is(True), "sync": Is("bsp"), "sync.lazy": Is(True)},
+        moved + "takes no parameters that a script has written with sync.lazy: set it to false",
+        PrepareError,
+    )
+    yield Need(
+        "optimizer-modes-sites",
+        prepare,
+        {"modes": Is(True), "sync": Is("bsp"), "site": Given()},
+        moved + "takes no parameters that a script has written where sites have shards of their own: leave "
+        "out run.sites",
         PrepareError,
     )
     yield Need(
@@ -747,12 +773,19 @@ def _of_bf16() -> Iterator[Need]:
 
 def _of_calls() -> Iterator[Need]:
     yield Need(
-        "load-elsewhere",
+        "load-in-iteration",
         ("call",),
-        {"call": Is("optimizer.load_state_dict"), "steps": Is("home")},
-        "optimizer.load_state_dict after session.prepare: {home}, where this would not come; load it before "
-        "session.prepare, which takes the state over, or go on from a checkpoint (session.load, "
-        "session.resume)",
+        {"call": Is("optimizer.load_state_dict"), "steps": Is("home"), "waits": Is(True)},
+        "optimizer.load_state_dict between a backward and optimizer.step(): under strategy {run.strategy!r} "
+        "another process makes the step, with the state as it was at the backward; call it before the "
+        "backward, or after the step",
+        UserError,
+    )
+    yield Need(
+        "load-in-groups",
+        ("call",),
+        {"call": Is("optimizer.load_state_dict", "session.load"), "grouped": Is(True)},
+        "{call}: the workers are in groups already; call it before the loop, after session.prepare",
         UserError,
     )
     yield Need(

@@ -237,8 +237,8 @@ def state_dtypes(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> dict[s
         except Exception as error:  # whatever an unknown optimizer raises
             raise PrepareError(
                 f"optimizer {type(optimizer).__name__} raised in a trial of its step, which budgets of "
-                f"memory need ({str(error).partition('. ')[0]}); have it ready before session.prepare, as by "
-                "optimizer.train(), or leave the budgets out"
+                f"memory need ({str(error).partition('. ')[0]}); have it ready before session.prepare, or "
+                "leave the budgets out"
             ) from error
         state = kept.get(parameter, {})
         plain = {k: v for k, v in state.items() if isinstance(v, Tensor) and not is_wrapped(v)}

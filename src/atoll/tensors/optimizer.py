@@ -27,12 +27,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from atoll.axes.choices import Choices
-from atoll.axes.needs import check
 from atoll.chunks import Chunk
 from atoll.core.errors import UserError
 from atoll.tensors.binding import BoundChunk, carve
 from atoll.tensors.lazy import read_whole
+from atoll.tensors.modes import ShownInModes
 from atoll.tensors.stephooks import AroundStep, Handle
 from atoll.tensors.stepunit import tensor_bytes
 from atoll.tensors.tensorfile import storage_key
@@ -348,6 +347,9 @@ class StepHooks:
     about param groups that the script has changed. `evaluates(again)` runs before the optimizer calls a
     closure; `again`: not for the first time in this step. `has_batch()` returns True if a backward has left
     gradients that no step has used.
+
+    Where steps are made elsewhere, `begin_load(state_dict)` runs before the script's own `load_state_dict`
+    and returns what to load, and `end_load()` runs after it.
     """
 
     before: Callable[[], None]
@@ -357,6 +359,8 @@ class StepHooks:
     way_out: str = PREPARE_AGAIN
     evaluates: Callable[[bool], None] = lambda again: None  # noqa: ARG005
     has_batch: Callable[[], bool] = lambda: False
+    begin_load: Callable[[State], State] = lambda state_dict: state_dict
+    end_load: Callable[[], None] = lambda: None
 
 
 class ParameterOptimizer:
@@ -457,11 +461,13 @@ class ParameterOptimizer:
 class RemoteOptimizer(ParameterOptimizer):
     """An optimizer whose steps are made elsewhere: its own code steps no parameter.
 
-    A load_state_dict by the script raises UserError, since the loaded state would not get to where the steps
-    are made. The session loads inside `loading`.
+    A load_state_dict by the script is passed to `hooks`, which bring the loaded state to where the steps are
+    made. The session, which brings it itself, loads inside `loading`.
 
     A GradScaler lets a fused optimizer's kernel divide the gradients and skip a step with infinities
     (`optimizer.grad_scale`, `optimizer.found_inf`). No kernel runs here, so both are done before `make`.
+
+    `train()` and `eval()` of a schedule-free optimizer find the state here, and move the parameters here.
 
     Args:
         optimizer: the script's optimizer.
@@ -501,23 +507,27 @@ class RemoteOptimizer(ParameterOptimizer):
         self._why_lost = "an error ended the session: go on from a checkpoint (session.save, session.load)"
         self._handles += [
             optimizer.register_state_dict_pre_hook(lambda _: self._show()),
-            optimizer.register_load_state_dict_pre_hook(lambda *_: self._check_load()),
+            optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: self._before_load(state_dict)),
+            optimizer.register_load_state_dict_post_hook(lambda _: self._after_load()),
+            ShownInModes(optimizer, self._show),
         ]
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Allow load_state_dict inside the `with` block: the session brings the state to its home."""
+        """Leave load_state_dict inside the `with` block to the session, which brings the state to its
+        home."""
         self._is_loading = True
         try:
             yield
         finally:
             self._is_loading = False
 
-    def _check_load(self) -> None:
-        """Refuse a load by the script, before it changes state or param groups."""
+    def _before_load(self, state_dict: State) -> State:
+        return state_dict if self._is_loading else self._hooks.begin_load(state_dict)
+
+    def _after_load(self) -> None:
         if not self._is_loading:
-            facts = {"call": "optimizer.load_state_dict", "steps": "home", "home": self._home}
-            check("call", Choices(facts))
+            self._hooks.end_load()
 
     def takes_states(self, take: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         """Pass each state_dict to `take` before a load; the optimizer loads the dict that `take` returns."""

@@ -26,7 +26,7 @@ from atoll.core.optimizerkind import OptimizerKind
 from atoll.core.scriptmodule import module_of
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.compensation import Origins
-from atoll.tensors.elementwise import NotElementwiseError, elementwise_state_keys
+from atoll.tensors.elementwise import NotElementwiseError, begin_training, elementwise_state_keys
 from atoll.tensors.optimizer import ChunkOptimizer, SavedState, StepHooks
 from atoll.tensors.packing import PACKED, pack, unpack
 from atoll.tensors.stephooks import AroundStep
@@ -773,6 +773,7 @@ def _probe(
         parameter = nn.Parameter(torch.zeros(2, dtype=getattr(torch, dtype)))
         trial = _make(class_, [parameter], settings)
         parameter.grad = torch.ones_like(parameter)
+        begin_training(trial)
         trial.step()
     except NotElementwiseError as error:
         raise UserError(f"outside the script it cannot be run: {error}") from None

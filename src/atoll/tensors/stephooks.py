@@ -16,12 +16,13 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from atoll.core.callstack import is_under_way
+from atoll.tensors.modes import ShownInModes
 from atoll.tensors.torch_compat import step_hooks
 
 Before: TypeAlias = Callable[[torch.optim.Optimizer, Any, Any], Any]
 After: TypeAlias = Callable[[torch.optim.Optimizer, Any, Any], None]
 
-Handle: TypeAlias = "AroundStep | RemovableHandle"
+Handle: TypeAlias = "AroundStep | ShownInModes | RemovableHandle"
 
 _REGISTER = "register_step_pre_hook"
 

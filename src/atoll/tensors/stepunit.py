@@ -22,6 +22,7 @@ from atoll.tensors.elementwise import (
     elementwise_state_keys,
     tried_alike,
 )
+from atoll.tensors.modes import has_modes
 from atoll.tensors.steptrials import steps_complex_as_real
 from atoll.tensors.torch_compat import tree_leaves
 from atoll.tensors.wrapped import nbytes
@@ -79,7 +80,7 @@ def unit_of(
     closure = signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is Parameter.empty:
         facts["closure"] = "needed"
-    if all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")):  # schedule-free ones
+    if has_modes(optimizer):
         facts["modes"] = True
     if asked not in (None, "element", "tensor"):
         raise UserError(

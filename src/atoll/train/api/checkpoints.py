@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+from atoll.axes.choices import Choices
+from atoll.axes.needs import check
 from atoll.core import events
 from atoll.core.errors import UserError
 from atoll.tensors.checkpoint import is_checkpoint_there
@@ -88,11 +90,8 @@ class Checkpoints:
         with self._collectives.call("session.load"):
             self._collectives.settle()
             regrouping = self._runtime.regrouping
-            if regrouping is not None and regrouping.grouping:
-                raise UserError(
-                    "session.load: the workers are in groups already; call it before the loop, after "
-                    "session.prepare"
-                )
+            grouped = regrouping is not None and regrouping.grouping > 0
+            check("call", Choices({"call": "session.load", "grouped": grouped}))
             with self._aside():
                 saved = self._state.load(self._workers, path)
                 self._runtime.strategy.loaded()

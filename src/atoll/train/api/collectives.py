@@ -36,6 +36,18 @@ class Collectives:
         for prepared in self._state.prepared:
             prepared.reducer.settle()
 
+    def before_load(self) -> bool:
+        """Wait as `settle` does, before the script loads an optimizer's state (see
+        `Strategy.before_load`)."""
+        self._workers.gather_group()
+        return self._strategy.before_load()
+
+    def take_newest(self) -> None:
+        """Take the newest parameters. All workers are in a call, so nobody steps any more."""
+        self._strategy.refresh()
+        for prepared in self._state.prepared:
+            prepared.reducer.before_use()
+
     def confirm(self, what: str) -> None:
         """Raise UserError if workers that step copies of their own treated a mean differently. A collective
         of these.

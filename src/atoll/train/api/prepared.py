@@ -110,6 +110,17 @@ class Steps(Protocol):
         """Act after one of the model's optimizers has stepped."""
 
 
+class Loads(Protocol):
+    """The session's acts around a load of an optimizer's state by the script, where the state lies elsewhere
+    (`train/api/loads.py`)."""
+
+    def begin(self, prepared: Prepared, of: StepSet, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Act before an optimizer loads `state_dict`; return what it is to load."""
+
+    def end(self, prepared: Prepared, of: StepSet) -> None:
+        """Act after an optimizer has loaded a state."""
+
+
 class Tells(Protocol):
     """The printing of lines for people (`train/api/records.py`: Records)."""
 
@@ -143,6 +154,7 @@ class Prepared:
         backward: BackwardEnd,
         batches: Batches,
         steps: Steps,
+        loads: Loads,
         tells: Tells,
         unit_of: Callable[[torch.optim.Optimizer, str | None], Unit],
         more: MoreData,
@@ -229,7 +241,14 @@ class Prepared:
         way_out = PREPARE_AGAIN if may_change else CHANGE_BEFORE
         self.sets = [
             StepSet(
-                self, each, unit, way_out, _watch(each, trained) if len(optimizers) > 1 else None, float32
+                self,
+                each,
+                unit,
+                way_out,
+                _watch(each, trained) if len(optimizers) > 1 else None,
+                float32,
+                loads=partial(loads.begin, self),
+                loaded=partial(loads.end, self),
             )
             for each, unit in zip(optimizers, units, strict=True)
         ]

@@ -31,6 +31,7 @@ from atoll.train.api.checkpoints import Checkpoints
 from atoll.train.api.collectives import Collectives
 from atoll.train.api.compose import RunMembership, compose
 from atoll.train.api.leaving import Leaving
+from atoll.train.api.loads import StateLoads
 from atoll.train.api.maskcheck import MaskCheck
 from atoll.train.api.models import Models
 from atoll.train.api.origin import origin_of
@@ -100,6 +101,7 @@ class Session:
             config.run.strategy,
         )
         aside = nullcontext if stretch is None else stretch.paused
+        self._loads = StateLoads(runtime, self._collectives, config)
         self._checkpoints = Checkpoints(runtime, self._collectives, masks, aside)
         self._passes = Passes()
         self._batches = SampledBatches(runtime.state, self._passes, runtime.shares)
@@ -255,6 +257,7 @@ class Session:
                 backward=self._backward,
                 batches=self._batches if number == 0 else OtherBatches(self._passes),
                 steps=self._steps,
+                loads=self._loads,
                 tells=self._records,
                 unit_of=partial(runtime.unit, self.config, memory, again=former is not None, bf16=bf16),
                 check_sparse=partial(runtime.check_sparse, self.config, memory, again=former is not None),

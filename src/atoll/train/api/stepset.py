@@ -7,14 +7,15 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from atoll.tensors.bf16 import Float32Steps
-from atoll.tensors.optimizer import StepHooks
+from atoll.tensors.optimizer import State, StepHooks
 from atoll.tensors.stepunit import Unit
 from atoll.train.gradients.watch import GradientWatch
 
@@ -45,7 +46,8 @@ class StepSet:
     """The parameters that one optimizer steps.
 
     `way_out` says what to do about changed param groups. `watch` notices gradients of the optimizer that the
-    script drops; it is None if the model has no other optimizer.
+    script drops; it is None if the model has no other optimizer. `loads` and `loaded` follow a load of its
+    state by the script (`tensors/optimizer.py`: StepHooks).
 
     Attributes:
         optimizer: the optimizer.
@@ -68,6 +70,9 @@ class StepSet:
         way_out: str,
         watch: GradientWatch | None = None,
         float32: Float32Steps | None = None,
+        *,
+        loads: Callable[[StepSet, State], State],
+        loaded: Callable[[StepSet], None],
     ) -> None:
         self._model, self.optimizer, self.unit, self._watch = model, optimizer, unit, watch
         self.float32 = float32
@@ -79,6 +84,8 @@ class StepSet:
             way_out,
             self._evaluates,
             self.has_batch,
+            partial(loads, self),
+            partial(loaded, self),
         )
         self.parameters = {each for group in optimizer.param_groups for each in group["params"]}
         self.own_samples = 0.0

@@ -455,7 +455,7 @@ class NewParameters(Answers):
 
     def check_unchanged(self) -> None:
         """Raise UserError if the script has written to a parameter and the shards would not know."""
-        name = "" if self.takes_changes else self._store.changed()
+        name = "" if self.takes_changes else self.changed()
         if name:
             self._asked = None  # the script's change is not overwritten
             raise UserError(
@@ -464,6 +464,10 @@ class NewParameters(Answers):
                 "to bsp and leave out sync.lazy and sites, change it before session.prepare, or save and "
                 "session.load it"
             )
+
+    def changed(self) -> str:
+        """Return the first parameter to which the script has written; empty if there is none."""
+        return self._store.changed()
 
     def take_changes(self) -> list[int]:
         """Return the chunks to which the script has written, for the shards, and forget that it has."""

@@ -203,8 +203,17 @@ class Peers:
         if line and self.exchange is not None:
             self.exchange.epochs_mixed(line)
 
+    def before_load(self) -> bool:
+        """Wait until all contributions of this node are applied; return True if the script has written to
+        parameters."""
+        if self.exchange is None:
+            return False
+        self.exchange.settle(takes=False)
+        return bool(self.exchange.parameters.changed())
+
     def loaded(self) -> None:
-        """Bring the model to the CPU side again: every node has loaded a checkpoint."""
+        """Bring the model to the CPU side again: every node has loaded a checkpoint, or an optimizer's
+        state."""
         self._facts.clear()
         if self._model is not None:
             self._model.set_up()

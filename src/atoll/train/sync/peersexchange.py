@@ -322,10 +322,11 @@ class PeerExchange(Reducer):
             lambda: self.parameters.through >= own or self._worker.returned is not None,
         )
 
-    def settle(self) -> None:
-        """Wait until all contributions of this node are applied, and take those parameters."""
+    def settle(self, *, takes: bool = True) -> None:
+        """Wait until all contributions of this node are applied, and take those parameters; with `takes`
+        False leave the present ones as the script has them."""
         if self.parameters.memory is not None:
-            self.go_on(self.steps, self.steps, "all that was contributed to be applied: ")
+            self.go_on(self.steps, self.steps, "all that was contributed to be applied: ", takes=takes)
 
     def catch_up(self) -> None:
         """Return when all contributions of this node are applied, so that it is a member.
@@ -339,13 +340,14 @@ class PeerExchange(Reducer):
         )
         self.between()
 
-    def go_on(self, iteration: int, least: int, why: str = "") -> None:
+    def go_on(self, iteration: int, least: int, why: str = "", *, takes: bool = True) -> None:
         """Take the newest parameters; wait if the global iteration is below `least`.
 
         Args:
             iteration: this node's next iteration, for errors.
             least: the least global iteration with which `iteration` may begin.
             why: the reason, which stands before the wait's description in errors.
+            takes: False to leave the parameters as they are.
         """
         parameters = self.parameters
         if parameters.at < least and self._worker.returned is None:
@@ -358,7 +360,7 @@ class PeerExchange(Reducer):
                     f"it is {parameters.at}"
                 ),
             )
-        if self._worker.returned is None:
+        if takes and self._worker.returned is None:
             parameters.take_newest()
 
     def epochs_mixed(self, line: str) -> None:

@@ -151,6 +151,9 @@ class LentPeers:
     def build(self, training: Training) -> tuple[Reducer, Stepper]:
         return self._peers.build_model(self._make(training))
 
+    def before_load(self) -> bool:
+        return self._peers.before_load()
+
     def loaded(self) -> None:
         self._peers.loaded()
 
@@ -231,7 +234,8 @@ class HostedOptimizer(RemoteOptimizer):
         self._given: dict[str, Any] = {}
         self._handles += [
             optimizer.register_load_state_dict_pre_hook(lambda _, given: self._keep(given)),
-            optimizer.register_load_state_dict_post_hook(lambda _: self._put()),
+            # Before the session's own hook, which brings the state to the CPU side:
+            optimizer.register_load_state_dict_post_hook(lambda _: self._put(), prepend=True),
         ]
 
     def _keep(self, state_dict: dict[str, Any]) -> dict[str, Any]:

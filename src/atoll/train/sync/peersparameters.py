@@ -298,12 +298,16 @@ class LocalParameters:
         A parameter that was changed and changed back, say to evaluate with an average of the weights, is
         unchanged.
         """
-        for name in self._place.changed(self._copied):
+        for name in self.changed():
             raise UserError(
                 f"parameter {name!r} was changed by the script after session.prepare; under strategy "
                 "'peers' the node's CPU side makes the parameters: set run.strategy to ring, change it "
                 "before session.prepare, or save and session.load it"
             )
+
+    def changed(self) -> list[str]:
+        """Return the names of parameters to which the script has written."""
+        return self._place.changed(self._copied)
 
     def _left_behind(self, _: Returned) -> None:
         """Give announced parameters back: the others went on without this node, so they are of no use."""

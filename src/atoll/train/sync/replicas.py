@@ -357,6 +357,9 @@ class Replicated:
         calls = replace(training.calls, contribution=driver.contribution, beside=driver)
         return self._inner.build(replace(training, calls=calls))
 
+    def before_load(self) -> bool:
+        return False
+
     def loaded(self) -> None:
         """Do nothing: every worker has loaded equal values, with which all replicas go on."""
 

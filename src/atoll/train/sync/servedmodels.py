@@ -43,6 +43,13 @@ class ServedModels:
         """The living contributors, by the log's latest answer; empty while unknown."""
         return self._models[0].exchange.contributors if self._models else []
 
+    def before_load(self) -> bool:
+        """Wait until what this worker has sent counts; return True if the script has written to
+        parameters."""
+        for model in self._models:
+            model.exchange.settle()
+        return any(model.exchange.parameters.changed() for model in self._models)
+
     def set_up(self) -> None:
         """Bring the present models and optimizers to the shards."""
         for model in self._models:

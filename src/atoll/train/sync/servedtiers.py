@@ -70,6 +70,9 @@ class ServedInTiers:
             stepper.takes_states(partial(made[0].take_states, number))
         return exchange, one_stepper(steppers)
 
+    def before_load(self) -> bool:
+        return self._served.before_load()
+
     def loaded(self) -> None:
         self._served.loaded()
 

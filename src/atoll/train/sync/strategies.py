@@ -176,8 +176,14 @@ class Strategy(Protocol):
     def build(self, training: Training) -> tuple[Reducer, Stepper]:
         """Return the model's reducer and stepper."""
 
+    def before_load(self) -> bool:
+        """Wait until what this worker has sent counts, before the script loads an optimizer's state.
+
+        Parameters stay as they are. Return True if the script has written to some that are made elsewhere.
+        """
+
     def loaded(self) -> None:
-        """Follow the load of a checkpoint into model and optimizer, on every worker."""
+        """Follow the load of a checkpoint, or of an optimizer's state, on every worker."""
 
     def refresh(self) -> None:
         """Give this worker the newest parameters, if others go on without it."""
@@ -195,6 +201,9 @@ class Alone:
         if not are_quickly_gathered(chunks):
             return reducer, steppers_of(training, None)
         return reducer, steppers_of(training, GatheredGradients(chunks).gather)
+
+    def before_load(self) -> bool:
+        return False
 
     def loaded(self) -> None:
         """Do nothing: there is no other worker."""
@@ -224,6 +233,9 @@ class OverRing:
             settings=settings_of_all(training.optimizers),
         )
         return reducer, steppers_of(training, reducer.flat_gradients)
+
+    def before_load(self) -> bool:
+        return False
 
     def loaded(self) -> None:
         """Do nothing: every worker has loaded equal state."""
@@ -297,6 +309,9 @@ class Served:
             for number, each in enumerate(training.sets)
         ]
         return model.exchange, steppers
+
+    def before_load(self) -> bool:
+        return self._models.before_load()
 
     def loaded(self) -> None:
         self._models.set_up()

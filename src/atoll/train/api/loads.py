@@ -1,0 +1,200 @@
+"""The script's own `optimizer.load_state_dict`, where the optimizer's state lies elsewhere: at shards, or at
+a node's CPU side.
+
+It is a call that all workers make, between two iterations. They compare what they load; then the state goes
+to its place as at `session.load`, with the parameters that the workers have. Source: docs/server.md;
+docs/peers.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atoll.axes.needs import check
+from atoll.core.config import Config
+from atoll.core.errors import UserError
+from atoll.tensors.lazy import LazyTensor
+from atoll.tensors.packing import pack
+from atoll.tensors.torch_compat import tree_map_only
+from atoll.train.api.collectives import Collectives
+from atoll.train.api.compose import Runtime
+from atoll.train.api.prepared import Prepared
+from atoll.train.api.stepset import StepSet
+from atoll.train.members.meetings import bytes_of
+
+LOAD = "optimizer.load_state_dict"
+
+
+class StateLoads:
+    """One worker's part in loads of an optimizer's state by the script."""
+
+    def __init__(self, runtime: Runtime, collectives: Collectives, config: Config) -> None:
+        self._runtime, self._collectives, self._config = runtime, collectives, config
+
+    def begin(self, prepared: Prepared, of: StepSet, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Meet the other workers, before the optimizer takes `state_dict`; return what it is to take.
+
+        Raises UserError, before anything is changed, if workers load different states or hold different
+        parameters, for a state that does not fit the optimizer, and between a backward and its step.
+        A worker that has yet to enter a run under way loads by itself: the run's state comes as it enters.
+        """
+        if self._runtime.late:
+            return state_dict
+        self._check(waits=_waits(prepared))
+        with self._call(prepared, of):
+            reducer = prepared.reducer
+            if reducer.reduced and not reducer.unsent:  # the script has left the step out
+                reducer.drop_kept()
+                reducer.reduced = False
+            wrote = self._collectives.before_load()
+            found, failure = dict[str, Any](), ""
+            try:
+                found = tree_map_only(LazyTensor, _to_host, dict(state_dict))
+                digests = _digests(found, of)
+            except UserError as error:
+                failure, digests = f"{LOAD}: {error}", ["", ""]
+            self._compare(failure, digests, wrote=wrote)
+            if self._runtime.workers.is_first:
+                for other in prepared.sets:
+                    if other is not of:
+                        _bring_here(other.optimizer)
+        return found
+
+    def end(self, prepared: Prepared, of: StepSet) -> None:
+        """Bring the state that the optimizer has taken to its place. All workers go on at one iteration."""
+        if self._runtime.late:
+            return
+        with self._call(prepared, of):
+            told = self._runtime.workers.gather(
+                [prepared.reducer.steps, self._is_grouped], f"{LOAD} (the workers' iterations)"
+            )
+            self._check(grouped=any(each[1] for each in told))  # a worker may move as it waits in a meeting
+            prepared.reducer.steps = told[0][0]  # under asp workers have made unequally many
+            self._runtime.strategy.loaded()
+
+    def _call(self, prepared: Prepared, of: StepSet) -> AbstractContextManager[None]:
+        which = "" if len(prepared.sets) == 1 else f"optimizer {prepared.sets.index(of)}"
+        return self._collectives.call(LOAD, which)
+
+    @property
+    def _is_grouped(self) -> bool:
+        """True if this worker has moved to a group at the shards."""
+        regrouping = self._runtime.regrouping
+        return regrouping is not None and regrouping.grouping > 0
+
+    def _check(self, **facts: Any) -> None:
+        check("call", self._runtime.choices(self._config, None, call=LOAD, steps="home", **facts))
+
+    def _compare(self, failure: str, digests: list[str], *, wrote: bool) -> None:
+        """Return once all workers have brought equal states, and hold equal parameters.
+
+        Values that the script has written count, if all have written equal ones. Else all take the newest.
+        """
+        workers, own = self._runtime.workers, [failure, digests, wrote, self._is_grouped]
+        told = workers.gather(own, f"{LOAD} (the other workers' states)")
+        ranks = workers.ranks
+        self._check(grouped=any(each[3] for each in told))
+        for rank, (said, its, _, _) in zip(ranks, told, strict=True):
+            if said:
+                raise UserError(failure or f"worker {rank}: {said}")
+            if its != told[0][1]:
+                part = "param_groups" if its[0] != told[0][1][0] else "state"
+                raise UserError(
+                    f"{LOAD}: worker {rank} loads other {part} than worker {ranks[0]}; load the same "
+                    "state_dict on every worker"
+                )
+        if not any(each[2] for each in told):
+            self._collectives.take_newest()
+        values = workers.gather(_digest_of_values(self._runtime), f"{LOAD} (the workers' parameters)")
+        for rank, its in zip(ranks, values, strict=True):
+            if its != values[0]:
+                raise UserError(
+                    f"{LOAD}: the script has written other values into parameters on worker {rank} than on "
+                    f"worker {ranks[0]}, and they go along with the state; write equal values on every "
+                    "worker, after session.barrier() if not into all parameters"
+                )
+
+
+def _waits(prepared: Prepared) -> bool:
+    """True between a backward and the last optimizer's step."""
+    reducer = prepared.reducer
+    started = reducer.unsent or (reducer.reduced and reducer.watch.has_values())
+    return started or any(each.has_gradients_left for each in prepared.sets)
+
+
+def _to_host(lazy: Tensor) -> Tensor:
+    assert isinstance(lazy, LazyTensor)
+    return lazy.source().cpu()  # it may lie where the loaded state is about to go
+
+
+def _bring_here(optimizer: torch.optim.Optimizer) -> None:
+    """Have an optimizer hold its own state, which goes back with that of the one that is loaded."""
+    optimizer.state_dict()
+    for parameter, state in optimizer.state.items():
+        optimizer.state[parameter] = tree_map_only(LazyTensor, _to_host, state)
+
+
+def _digests(state_dict: Mapping[str, Any], of: StepSet) -> list[str]:
+    """Return digests of the param groups and of the state. Raises UserError for a state that does not fit."""
+    groups, states = state_dict.get("param_groups"), state_dict.get("state")
+    if not isinstance(groups, list) or not isinstance(states, Mapping):
+        return ["", ""]  # torch raises the error, on every worker
+    of_groups, of_state = hashlib.sha256(), hashlib.sha256()
+    for group in groups:
+        for key, value in sorted(group.items()):
+            of_groups.update(repr(key).encode())
+            of_groups.update(_packed({"value": value}) if _can_be_packed(value) else b"another object")
+    ids = [each for group in groups for each in group["params"]]
+    known = [parameter for group in of.optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(ids, known, strict=False):
+        state = states.get(number, {})
+        if not of.unit.by_tensor:
+            _check_fits(state, number, parameter, of.unit.keys)
+        of_state.update(_packed(state))
+    return [of_groups.hexdigest(), of_state.hexdigest()]
+
+
+def _can_be_packed(value: Any) -> bool:
+    try:
+        pack([{"value": value}])
+    except UserError:
+        return False
+    return True
+
+
+def _packed(state: dict[str, Any]) -> bytes:
+    flat, words = pack([state])
+    return repr(words).encode() + bytes_of(flat)
+
+
+def _check_fits(state: Mapping[str, Any], number: int, parameter: nn.Parameter, keys: set[str]) -> None:
+    """Raise UserError unless a parameter's state has elements as the parameter, or numbers."""
+    for key, value in state.items():
+        shape = tuple(value.shape) if isinstance(value, Tensor) else ()
+        if key in keys and (not isinstance(value, Tensor) or shape != tuple(parameter.shape)):
+            raise UserError(
+                f"{key!r} of the optimizer's parameter {number} is {shape}, and the parameter is "
+                f"{tuple(parameter.shape)}"
+            )
+        is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, (int, float))
+        if key not in keys and not is_number:
+            raise UserError(
+                f"{key!r} of the optimizer's parameter {number} is no state that the optimizer had when "
+                "session.prepare saw it; make the optimizer with the settings of the one that was saved"
+            )
+
+
+def _digest_of_values(runtime: Runtime) -> str:
+    """Return a digest of the parameters that go along with the optimizers' state."""
+    found = hashlib.sha256()
+    for prepared in runtime.state.prepared:
+        for name in sorted(prepared.brought):
+            parameter = prepared.parameters[name]
+            found.update(bytes_of(getattr(parameter, "stored_value", parameter.detach)()))
+    return found.hexdigest()
