@@ -27,7 +27,7 @@ from atoll.memory.leaving import Leaving, wait_for
 from atoll.memory.payloads import GRADIENT, Payloads
 from atoll.memory.proxies import GradientProxy, LostSource, OwnSource
 from atoll.memory.stepqueue import DEADLINE, StepQueue
-from atoll.tensors.binding import carve, check_usable
+from atoll.tensors.binding import carve, check_usable, dtype_as, laid
 from atoll.tensors.torch_compat import (
     AsPlainTensors,
     count_unscaling,
@@ -43,13 +43,14 @@ _GRAD: Any = torch.Tensor.grad  # autograd's own, whatever a parameter's class m
 class TrainedChunk:
     """A chunk that receives gradients: `names[i]` and `parameters[i]` belong to `chunk.slots[i]`.
 
-    Construct it while the parameters have memory: it notes their shapes and strides.
+    Construct it while the parameters have memory: it notes their shapes and strides. The chunk's elements are
+    real: a complex parameter has two for each of its own.
     """
 
     def __init__(self, chunk: Chunk, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
         self.chunk, self.names, self.parameters = chunk, list(names), list(parameters)
         self.extent = chunk.extent  # elements
-        self.dtype, self.device = parameters[0].dtype, parameters[0].device
+        self.dtype, self.device = parameters[0].dtype.to_real(), parameters[0].device
         self.likes = [  # each parameter's shape, strides and dtype
             torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta") for p in parameters
         ]
@@ -61,11 +62,13 @@ class TrainedChunk:
         return repr(first) if len(self.names) == 1 else f"{first!r} to {last!r}"
 
     def part(self, flat: Tensor, slot: int) -> Tensor:
-        """Return the view of `flat`, (extent,), that is a slot's, with its parameter's shape and strides."""
-        like = self.likes[slot]
-        return flat.as_strided(
-            like.shape, like.stride(), flat.storage_offset() + self.chunk.slots[slot].offset
-        )
+        """Return the view of `flat`, (extent,), that is a slot's, with its parameter's shape and strides;
+        complex if the parameter is."""
+        return laid(self.run(flat, slot), self.likes[slot])
+
+    def dtype_of(self, slot: int, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of a slot's `part` of a payload of `dtype`."""
+        return dtype_as(dtype, self.likes[slot])
 
     def run(self, flat: Tensor, slot: int) -> Tensor:
         """Return the view of `flat`, (extent,), that is a slot's: 1-D, (numel,), in the order of memory."""

@@ -65,6 +65,8 @@ class Packed:
     Attributes:
         version: the parameter's version when the tensor was saved.
         whole: True if it is the parameter itself, saved while its chunk was away.
+        conj: True if it stands for the conjugate of what lies there.
+        neg: True if it stands for the negative.
     """
 
     place: ParameterSlot
@@ -74,6 +76,8 @@ class Packed:
     stride: tuple[int, ...]
     offset: int
     whole: bool = False
+    conj: bool = False
+    neg: bool = False
 
 
 class Addresses:
@@ -117,6 +121,8 @@ class Addresses:
             tuple(tensor.stride()),
             int(tensor.storage_offset()),
             whole=found[3],
+            conj=tensor.is_conj(),
+            neg=tensor.is_neg(),
         )
 
 

@@ -34,6 +34,7 @@ from atoll.memory.proxies import LostSource
 from atoll.memory.sharing import Sharing
 from atoll.memory.stepqueue import StepQueue
 from atoll.memory.sums import Summing
+from atoll.tensors.binding import dtype_as, numbers_in
 from atoll.tensors.finite import is_finite
 from atoll.tensors.torch_compat import reader_of_all_gradients, version_of
 
@@ -218,7 +219,8 @@ class _SharedChunk(ChunkGradients):
                         whole = self.trained.part(flat, slot)
                         self.norms[slot] = torch.linalg.vector_norm(whole, norm_type)
                     else:
-                        self.norms[slot] = partial_norm(self.portion.of(flat, slot), norm_type)
+                        part = numbers_in(self.portion.of(flat, slot), self.trained.likes[slot])
+                        self.norms[slot] = partial_norm(part, norm_type)
         return {slot: self.norms[slot] for slot in here}
 
     # The sum
@@ -664,7 +666,8 @@ def partial_norm(part: Tensor, norm_type: float) -> Tensor:
         return most.double()
     total = torch.zeros((), dtype=torch.float64)
     for piece in torch.split(part, _PIECE):
-        total += torch.linalg.vector_norm(piece, norm_type, dtype=torch.float64) ** norm_type
+        wide = dtype_as(torch.float64, piece)
+        total += torch.linalg.vector_norm(piece, norm_type, dtype=wide) ** norm_type
     return total
 
 

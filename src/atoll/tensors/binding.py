@@ -47,6 +47,31 @@ def real_of(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
+def run_of(tensor: Tensor) -> Tensor:
+    """Return the elements of a dense tensor, 1-D, in the order of memory; of a complex one those of its real
+    view."""
+    real = real_of(tensor.resolve_conj())
+    return real.as_strided((real.numel(),), (1,), real.storage_offset())
+
+
+def laid(run: Tensor, like: Tensor) -> Tensor:
+    """Return the view of `run` with the shape and strides of `like`, complex if `like` is. Undoes
+    `run_of`."""
+    shape, strides = real_form(like)
+    view = run.as_strided(shape, strides, run.storage_offset())
+    return torch.view_as_complex(view) if like.is_complex() else view
+
+
+def numbers_in(run: Tensor, like: Tensor) -> Tensor:
+    """Return `run`, a 1-D part of `run_of(like)`, as complex numbers if `like` is complex."""
+    return torch.view_as_complex(run.view(-1, 2)) if like.is_complex() else run
+
+
+def dtype_as(dtype: torch.dtype, like: Tensor) -> torch.dtype:
+    """Return a real dtype; for a complex `like` the complex dtype with such parts."""
+    return dtype.to_complex() if like.is_complex() else dtype
+
+
 class Buffer:
     """Memory for one chunk's worth of values, and a view into it for each slot.
 
@@ -225,11 +250,8 @@ def check_usable(name: str, gradient: Tensor) -> None:
     check_summable(name, gradient)
 
 
-def check_bindable(parameters: Mapping[str, nn.Parameter], *, in_tiers: bool = False) -> None:
-    """Raise PrepareError, with a remedy, for the first parameter that cannot lie in a chunk.
-
-    `in_tiers`: the chunks lie in tiers of memory.
-    """
+def check_bindable(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise PrepareError, with a remedy, for the first parameter that cannot lie in a chunk."""
     spans: list[tuple[int, int, str]] = []
     for name, parameter in parameters.items():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -250,11 +272,6 @@ def check_bindable(parameters: Mapping[str, nn.Parameter], *, in_tiers: bool = F
         if parameter.is_sparse or parameter.layout != torch.strided:
             raise PrepareError(
                 f"parameter {name!r} is sparse; chunks hold dense parameters only, call to_dense()"
-            )
-        if parameter.is_complex() and in_tiers:
-            raise PrepareError(
-                f"parameter {name!r} is {_short(parameter.dtype)}, which budgets of memory do not hold; "
-                "leave the budgets out, or make it a real parameter and use torch.view_as_complex in forward"
             )
         if not is_dense(parameter):
             raise PrepareError(

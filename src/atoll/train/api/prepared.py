@@ -175,7 +175,7 @@ class Prepared:
             self._sync_norms = SyncNorms(self.module, device, workers.place.world, more, joint=joint_norms)
         self.parameters = dict(self.module.named_parameters())
         precision = check_precision(bf16, self.parameters)
-        check_bindable(self.parameters, in_tiers=tiers is not None)
+        check_bindable(self.parameters)
         refuse_apart(self.module, store="sharded" if tiers is not None and tiers.has_members else "resident")
         _to_device(self.module, self.parameters, device)
         settings = _settings(optimizers, self.parameters)
