@@ -27,7 +27,9 @@ from atoll.memory.leaving import Leaving, wait_for
 from atoll.memory.payloads import GRADIENT, Payloads
 from atoll.memory.proxies import GradientProxy, LostSource, OwnSource
 from atoll.memory.stepqueue import DEADLINE, StepQueue
-from atoll.tensors.binding import carve, check_usable, dtype_as, laid
+from atoll.tensors.binding import carve, dtype_as, laid
+from atoll.tensors.graphs import with_graph
+from atoll.tensors.sparse import check_summable
 from atoll.tensors.torch_compat import (
     AsPlainTensors,
     count_unscaling,
@@ -105,6 +107,10 @@ class GradientSlot:
             self.proxy = weakref.ref(proxy)
         return proxy
 
+    def see(self) -> Tensor:
+        """Return what the script sees as `p.grad`: a tensor if it carries a graph, else the proxy."""
+        return self.keep() if self._index in self._chunk.graphs else self.show()
+
     @contextmanager
     def lend(self, *, overwrites: bool = False) -> Iterator[Tensor]:
         del overwrites  # the old content costs nothing to give
@@ -144,7 +150,11 @@ class GradientSlot:
             like, device = self._chunk.trained.likes[self._index], self._chunk.trained.device
             with self.lend() as gradient, torch.inference_mode(False):
                 kept = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
-                self._chunk.kept[self._index] = kept.copy_(gradient)
+                with torch.no_grad():
+                    kept.copy_(gradient)
+                own = self._chunk.graphs.get(self._index)
+                kept = kept if own is None else with_graph(kept, own)
+                self._chunk.kept[self._index] = kept
                 self._chunk.changes += 1  # the script may write to the copy unseen from now on
         return kept
 
@@ -181,6 +191,8 @@ class ChunkGradients:
         self.slots = [self.slot_kind(self, index) for index in range(len(trained.parameters))]
         # By slot: a copy that counts as the gradient while the script has views of it.
         self.kept: dict[int, Tensor] = {}
+        # By slot: this worker's own gradient, if it carries a graph. What the script sees has this graph.
+        self.graphs: dict[int, Tensor] = {}
         # Factors by which the payload is still to be multiplied, each with a flag for each slot.
         self.factors: list[tuple[Tensor, list[bool]]] = []
         self.norms: dict[int, Tensor] = {}  # by slot, the norms of the present gradients that are known
@@ -262,7 +274,8 @@ class ChunkGradients:
                 self.take_in(flat, index, kept)
                 self.norms.pop(index, None)
                 self.changes += 1
-                if storage_uses(storage_handle(kept.untyped_storage())) <= 2:  # the script has no view left
+                uses = storage_uses(storage_handle(kept.untyped_storage()))
+                if uses <= 2 and index not in self.graphs:  # the script has no view left
                     del self.kept[index]
             yield flat
 
@@ -275,9 +288,31 @@ class ChunkGradients:
         present."""
         self.wait_stepped()  # here: a step that is begun later waits for the gradient
         self._change()
+        if gradient.requires_grad:
+            self._note_graph(index, gradient)
+            gradient = gradient.detach()
         add = partial(self._add, index, gradient, measures, adds=self.present[index])
         self.coming = self._leaving.carry(add, gradient.nbytes, gradient.device)
         self.present[index] = True
+
+    def _note_graph(self, index: int, gradient: Tensor) -> None:
+        """Keep the graph of a gradient that is about to be taken. As in plain torch, the sum with a gradient
+        that is present is another tensor."""
+        before = self.kept.get(index, self.graphs.get(index))
+        if self.present[index]:
+            with self.settled():  # takes in what the script has changed in views
+                pass
+            self.slots[index].leave()
+        if before is not None:
+            with torch.enable_grad():
+                gradient = before + gradient
+        self.graphs[index] = gradient
+
+    def drop_graphs(self) -> None:
+        """Let all gradients be plain values again."""
+        for index in self.graphs.keys() & self.kept.keys():
+            self.kept[index] = self.kept[index].detach()
+        self.graphs.clear()
 
     def replace(self, index: int, gradient: Tensor) -> None:
         """Set a slot's gradient to one that the script has assigned."""
@@ -305,6 +340,7 @@ class ChunkGradients:
             self.arrive(whatever=True)
             self._change()
             self.slots[index].leave()
+            self.graphs.pop(index, None)
             self.present[index] = False
             self.norms.pop(index, None)
             self.release()
@@ -353,8 +389,9 @@ class ChunkGradients:
         self.factors.append((factor, list(self.present)))
         self.changes += 1
         self.norms.clear()
-        for kept in self.kept.values():
-            kept.mul_(factor.to(kept.device))
+        with torch.no_grad():
+            for kept in self.kept.values():
+                kept.mul_(factor.to(kept.device))
 
     def measure(self, norm_type: float) -> None:
         """Compute the norms of order `norm_type` that are not known."""
@@ -405,6 +442,7 @@ class ModelGradients:
         }
         self._measures: float | None = None  # the order of the norm that is taken of arriving gradients
         self.had_sparse = False  # a gradient was sparse; in a chunk it is dense
+        self.had_graphs = False  # a gradient carried a graph, which lies outside the budgets
         self.latest_norm: Tensor | None = None  # the latest global norm, before clipping
         self._handles = []
         for each, index in self._places.values():
@@ -412,7 +450,6 @@ class ModelGradients:
             self._handles.append(hook_first(parameter, self._hook(each, index)))
             gradient = _own_gradient(parameter)
             if gradient is not None:
-                check_usable(each.trained.names[index], gradient)
                 self._take(each, index)
 
     def _held(
@@ -465,12 +502,14 @@ class ModelGradients:
 
     @uninterrupted
     def grad_of(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return the value of `parameter.grad`: None, or a `GradientProxy`."""
+        """Return the value of `parameter.grad`: None, a `GradientProxy`, or a tensor that carries a graph."""
         place = self._places.get(id(parameter))
         if place is None:
             return _own_gradient(parameter)
         each, index = place
-        return each.slots[index].show() if each.present[index] else None
+        if not each.present[index]:
+            return None
+        return each.slots[index].see()
 
     @uninterrupted
     def set_grad(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
@@ -599,6 +638,12 @@ class ModelGradients:
         each.norms.clear()
         each.present = list(present)
 
+    def drop_graphs(self) -> None:
+        """Let all gradients be plain values again, as a step is made: each worker has the graph of its own
+        part alone."""
+        for each in self._chunks.values():
+            each.drop_graphs()
+
     def begin_step(self, chunk: int) -> tuple[bool, ...]:
         """Begin a step with a chunk's gradients as they are now; return which slots have one."""
         each = self._chunks[chunk]
@@ -661,7 +706,8 @@ class ModelGradients:
 
         Raises UserError for one that cannot.
         """
-        check_usable(name, gradient)
+        check_summable(name, gradient)
+        self.had_graphs |= gradient.requires_grad
         if not gradient.is_sparse:
             return gradient
         self.had_sparse = True

@@ -30,6 +30,7 @@ from atoll.core.callstack import caller, is_under_way
 from atoll.core.errors import UserError
 from atoll.memory.interrupts import uninterrupted
 from atoll.tensors.torch_compat import (
+    is_within_backward,
     saved_tensors_hooks_are_allowed,
     saved_tensors_hooks_in_force,
     untraced,
@@ -148,6 +149,9 @@ def unpack(kept: object) -> Tensor:
         _check_version(kept.version, kept.place.owner.version(kept.place))
         for unpacked in _watching:
             unpacked(kept.place)
+        if is_within_backward():
+            # With create_graph=True the node saves tensors, too. Autograd ends the context after the node.
+            entered().__enter__()
         return kept.place.owner.derive(kept)
     if isinstance(kept, Tensor):
         return kept

@@ -49,6 +49,11 @@ class _SharedSlot(GradientSlot):
 
     _chunk: _SharedChunk
 
+    def see(self) -> Tensor:
+        chunk, index = self._chunk, self._index
+        is_away = chunk.earlier[index] or (chunk.is_stepped and not chunk.is_readable(index))
+        return self.show() if is_away else super().see()  # who reads the proxy is told why it cannot be read
+
     @contextmanager
     def lend(self, *, overwrites: bool = False) -> Iterator[Tensor]:
         chunk, index = self._chunk, self._index
@@ -173,6 +178,9 @@ class _SharedChunk(ChunkGradients):
             return
         if self.present[index]:
             self.slots[index].leave()
+        self.graphs.pop(index, None)
+        if gradient.requires_grad:
+            self.graphs[index] = gradient
         self.write(index, gradient)
         self.present[index] = True
 
@@ -282,6 +290,8 @@ class _SharedChunk(ChunkGradients):
         for index, come in enumerate(self.come):
             if come:
                 self.slots[index].leave()
+            if come and not self.earlier[index]:
+                self.graphs.pop(index, None)
         with self.settled(writes=True) as flat:
             flat.zero_()
             self._add_earlier(flat)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from atoll.chunks import SPARSE, Chunk, ChunkMap, ParameterSpec
-from atoll.core.errors import BindingError, PrepareError, UserError
-from atoll.tensors.sparse import LEAST, check_summable
+from atoll.core.errors import BindingError, PrepareError
+from atoll.tensors.sparse import LEAST
 from atoll.tensors.torch_compat import storage_handle, storage_uses
 
 
@@ -237,17 +237,6 @@ def bind_model(chunk_map: ChunkMap, parameters: Mapping[str, nn.Parameter]) -> l
         bound.bind(torch.zeros(chunk.numel, dtype=first.dtype.to_real(), device=first.device))
         chunks.append(bound)
     return chunks
-
-
-def check_usable(name: str, gradient: Tensor) -> None:
-    """Raise UserError for a gradient of the parameter `name` that cannot lie in tiers."""
-    if gradient.requires_grad:
-        raise UserError(
-            f"the gradient of {name!r} carries a graph of its own (backward with create_graph=True), which a "
-            "model with budgets of memory cannot hold; take second derivatives with torch.autograd.grad, or "
-            "leave the budgets out"
-        )
-    check_summable(name, gradient)
 
 
 def check_bindable(parameters: Mapping[str, nn.Parameter]) -> None:

@@ -65,6 +65,10 @@ _DROPPED = (
     "such a hook updates parameters by itself, the workers' models part: let the prepared optimizer step, "
     "after backward"
 )
+_GRAPHS = (
+    "gradients carry a graph (backward with create_graph=True): under budgets of memory such gradients and "
+    "their graph stay on the device, outside the budgets, until optimizer.step() or zero_grad()"
+)
 _BEFORE = "make the change before session.prepare"
 _EDITED = (
     "all gradients were changed between a backward under no_sync and {}, {}; they are this worker's own, and "
@@ -488,6 +492,8 @@ class Prepared:
             self._looks_for_sparse = False  # no layer has announced them
             for optimizer in self.optimizers:
                 self._check_sparse(optimizer)
+        if self.tiers is not None and self.tiers.fitted is not None and self.tiers.fitted.had_graphs:
+            self._tells.warn_once("graphs", _GRAPHS)
         return 0.0 if repeats else group_samples
 
     def _have_sparse(self) -> bool:
