@@ -208,3 +208,26 @@ class ScheduleFreeSGD(torch.optim.Optimizer):
                 p.lerp_(z, 1 / group["steps"])
                 p.sub_(p.grad, alpha=group["lr"] * (1 - group["beta"] * (1 - 1 / group["steps"])))
                 z.sub_(p.grad, alpha=group["lr"])
+
+
+class ModulusSGD(torch.optim.Optimizer):
+    """SGD with a momentum, divided by the root of a mean of |gradient| ** 2: one real number for each complex
+    one, and another for each real one."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        del closure
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["momentum"] = torch.zeros_like(parameter)
+                    state["square"] = torch.zeros_like(parameter.abs())
+                state["momentum"].mul_(0.9).add_(parameter.grad)
+                state["square"].mul_(0.9).add_(parameter.grad.abs().square())
+                parameter.sub_(group["lr"] * state["momentum"] / (state["square"].sqrt() + 0.1))

@@ -126,10 +126,6 @@ def meta() -> nn.Module:
     return nn.Linear(3, 3, device="meta")
 
 
-def complex_valued() -> nn.Module:
-    return nn.ParameterDict({"w": nn.Parameter(torch.zeros(3, dtype=torch.complex64))})
-
-
 def expanded() -> nn.Module:
     return nn.ParameterDict({"w": nn.Parameter(torch.zeros(1).expand(3))})
 
@@ -151,15 +147,6 @@ def sharing() -> nn.Module:
 def test_what_cannot_be_bound_is_refused_by_name(make: object, said: str) -> None:
     with pytest.raises(PrepareError, match=said):
         check_bindable(dict(make().named_parameters()))  # type: ignore[operator]
-
-
-def test_a_complex_parameter_is_refused_in_tiers_alone() -> None:
-    parameters = dict(complex_valued().named_parameters())
-    check_bindable(parameters)
-    with pytest.raises(
-        PrepareError, match="'w' is complex64, which budgets of memory do not hold; leave the budgets out"
-    ):
-        check_bindable(parameters, in_tiers=True)
 
 
 def test_a_complex_parameter_lies_in_a_real_chunk() -> None:

@@ -26,7 +26,7 @@ from atoll.core.errors import PrepareError, UserError
 from atoll.exchange.globalparameters import GlobalParameters, sum_of_bits
 from atoll.exchange.hostmemory import ALIGNMENT, aligned, map_bytes, resize
 from atoll.exchange.sentgroups import sent_groups
-from atoll.tensors.binding import BoundChunk, carve
+from atoll.tensors.binding import BoundChunk, carve, dtype_as
 from atoll.tensors.lazy import LazyTensor
 from atoll.tensors.packing import PACKED, moved, pack, unpack_lazily
 from atoll.tensors.packing import unpack as states_of
@@ -266,7 +266,7 @@ def pack_optimizer(
             payloads += [flat] if flat.numel() else []
             continue
         states = {
-            key: torch.zeros(bound.chunk.extent, dtype=slot[key].dtype)
+            key: torch.zeros(bound.chunk.extent, dtype=slot[key].dtype.to_real())
             for slot in held
             for key in sorted(unit.keys & slot.keys())
         }
@@ -329,7 +329,9 @@ def unpack_optimizer(
                 if numbers.get(key, 0) is not None
             }
             state: dict[str, Any] = {
-                key: LazyTensor(read, parameter.shape, states[key].dtype, parameter.device)
+                key: LazyTensor(
+                    read, parameter.shape, dtype_as(states[key].dtype, parameter), parameter.device
+                )
                 if lazily
                 else read()
                 for key, read in kept.items()

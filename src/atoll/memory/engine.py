@@ -33,7 +33,7 @@ from atoll.memory.saved import Packed, ParameterSlot
 from atoll.memory.stays import Stay
 from atoll.moves import Cache, Full, StepStatistics
 from atoll.moves.cache import CachePlacement
-from atoll.tensors.torch_compat import outside_dispatch_modes
+from atoll.tensors.torch_compat import marked, outside_dispatch_modes
 
 
 class Engine:
@@ -160,7 +160,7 @@ class Engine:
                 )
                 derived = other.set_(storage, packed.offset, packed.size, packed.stride)
             self._prefetch()
-            return derived
+            return marked(derived, conj=packed.conj, neg=packed.neg)
 
     def _bring(self, chunk: int, together: Sequence[int] = ()) -> Stay:
         """Return the stay of a chunk on the device, after making room as `moves` decides.
@@ -393,9 +393,10 @@ class Engine:
         place = place_of(parameter)
         assert place is not None
         each = self.chunks[place.chunk]
+        like = each.likes[place.slot]
         for what, wanted, given in (
-            ("shape", tuple(each.likes[place.slot].shape), tuple(value.shape)),
-            ("dtype", each.dtype, value.dtype),
+            ("shape", tuple(like.shape), tuple(value.shape)),
+            ("dtype", like.dtype, value.dtype),
             ("device", each.device, value.device),
         ):
             if wanted != given:

@@ -170,7 +170,7 @@ class Exchanged(Moving):
     @torch.no_grad()
     def read_sums(self, chunk: Chunk, parameters: Sequence[nn.Parameter]) -> Tensor:
         """Return a copy, (chunk.extent,), of the sums that `put_sums` kept."""
-        values = torch.zeros(chunk.extent, dtype=parameters[0].dtype)
+        values = torch.zeros(chunk.extent, dtype=parameters[0].dtype.to_real())
         for here, read in self._runs(SUM, chunk, parameters, values, writes=False):
             read.copy_(here)
         return values

@@ -231,7 +231,7 @@ def _check(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
             kind = type(parameter).__name__
             raise PrepareError(f"parameter {name!r} is a {kind}; memory.fit takes plain nn.Parameters")
     plain = {name: p for name, p in parameters.items() if type(p) is nn.Parameter}
-    check_bindable(plain, in_tiers=True)
+    check_bindable(plain)
     devices = sorted({str(parameter.device) for parameter in parameters.values()})
     if len(devices) > 1:
         raise PrepareError(f"the model's parameters are on {' and '.join(devices)}; move them to one device")

@@ -69,6 +69,11 @@ class Fitted:
         """True if a gradient of this worker's was sparse, and is stepped in its dense form."""
         return False
 
+    @property
+    def had_graphs(self) -> bool:
+        """True if a gradient of this worker's carried a graph, which lies outside the budgets."""
+        return False
+
     def stats(self) -> MemoryFigures:
         """Budgets, peaks and moves since the beginning."""
         raise NotImplementedError
@@ -250,6 +255,10 @@ class Moving(Fitted):
     def had_sparse(self) -> bool:
         return self.gradients.had_sparse
 
+    @property
+    def had_graphs(self) -> bool:
+        return self.gradients.had_graphs
+
     # Overridden for a group of members (memory/sharded.py), or a model that is stepped elsewhere
     # (memory/lent.py, memory/exchanged.py).
 
@@ -366,6 +375,7 @@ class Moving(Fitted):
 
     def _step_ended(self) -> None:
         """Tell the cache, the store and the counters that a step has ended."""
+        self.gradients.drop_graphs()
         ended = self.engine.handle_step_ended()
         self._statistics.add(ended)
         self._step_blocks = ended.blocks_in

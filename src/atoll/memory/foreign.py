@@ -87,7 +87,7 @@ class SharedStates:
         return {key: copied(value) for key, value in self._told(slot)[0].items()}
 
     def kept(self, slot: int) -> dict[str, torch.dtype]:
-        """Return the dtypes of the element-wise states, by key."""
+        """Return the real dtypes of the element-wise states, by key."""
         if self._own is not None and self._own.portion.has(slot):
             return self._own.kept(slot)
         return self._told(slot)[1]

@@ -27,7 +27,9 @@ from atoll.memory.leaving import Leaving, wait_for
 from atoll.memory.payloads import GRADIENT, Payloads
 from atoll.memory.proxies import GradientProxy, LostSource, OwnSource
 from atoll.memory.stepqueue import DEADLINE, StepQueue
-from atoll.tensors.binding import carve, check_usable
+from atoll.tensors.binding import carve, dtype_as, laid
+from atoll.tensors.graphs import with_graph
+from atoll.tensors.sparse import check_summable
 from atoll.tensors.torch_compat import (
     AsPlainTensors,
     count_unscaling,
@@ -43,13 +45,14 @@ _GRAD: Any = torch.Tensor.grad  # autograd's own, whatever a parameter's class m
 class TrainedChunk:
     """A chunk that receives gradients: `names[i]` and `parameters[i]` belong to `chunk.slots[i]`.
 
-    Construct it while the parameters have memory: it notes their shapes and strides.
+    Construct it while the parameters have memory: it notes their shapes and strides. The chunk's elements are
+    real: a complex parameter has two for each of its own.
     """
 
     def __init__(self, chunk: Chunk, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
         self.chunk, self.names, self.parameters = chunk, list(names), list(parameters)
         self.extent = chunk.extent  # elements
-        self.dtype, self.device = parameters[0].dtype, parameters[0].device
+        self.dtype, self.device = parameters[0].dtype.to_real(), parameters[0].device
         self.likes = [  # each parameter's shape, strides and dtype
             torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta") for p in parameters
         ]
@@ -61,11 +64,13 @@ class TrainedChunk:
         return repr(first) if len(self.names) == 1 else f"{first!r} to {last!r}"
 
     def part(self, flat: Tensor, slot: int) -> Tensor:
-        """Return the view of `flat`, (extent,), that is a slot's, with its parameter's shape and strides."""
-        like = self.likes[slot]
-        return flat.as_strided(
-            like.shape, like.stride(), flat.storage_offset() + self.chunk.slots[slot].offset
-        )
+        """Return the view of `flat`, (extent,), that is a slot's, with its parameter's shape and strides;
+        complex if the parameter is."""
+        return laid(self.run(flat, slot), self.likes[slot])
+
+    def dtype_of(self, slot: int, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of a slot's `part` of a payload of `dtype`."""
+        return dtype_as(dtype, self.likes[slot])
 
     def run(self, flat: Tensor, slot: int) -> Tensor:
         """Return the view of `flat`, (extent,), that is a slot's: 1-D, (numel,), in the order of memory."""
@@ -101,6 +106,10 @@ class GradientSlot:
             proxy = GradientProxy.of(self, trained.likes[self._index], trained.device)
             self.proxy = weakref.ref(proxy)
         return proxy
+
+    def see(self) -> Tensor:
+        """Return what the script sees as `p.grad`: a tensor if it carries a graph, else the proxy."""
+        return self.keep() if self._index in self._chunk.graphs else self.show()
 
     @contextmanager
     def lend(self, *, overwrites: bool = False) -> Iterator[Tensor]:
@@ -141,7 +150,11 @@ class GradientSlot:
             like, device = self._chunk.trained.likes[self._index], self._chunk.trained.device
             with self.lend() as gradient, torch.inference_mode(False):
                 kept = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
-                self._chunk.kept[self._index] = kept.copy_(gradient)
+                with torch.no_grad():
+                    kept.copy_(gradient)
+                own = self._chunk.graphs.get(self._index)
+                kept = kept if own is None else with_graph(kept, own)
+                self._chunk.kept[self._index] = kept
                 self._chunk.changes += 1  # the script may write to the copy unseen from now on
         return kept
 
@@ -178,6 +191,8 @@ class ChunkGradients:
         self.slots = [self.slot_kind(self, index) for index in range(len(trained.parameters))]
         # By slot: a copy that counts as the gradient while the script has views of it.
         self.kept: dict[int, Tensor] = {}
+        # By slot: this worker's own gradient, if it carries a graph. What the script sees has this graph.
+        self.graphs: dict[int, Tensor] = {}
         # Factors by which the payload is still to be multiplied, each with a flag for each slot.
         self.factors: list[tuple[Tensor, list[bool]]] = []
         self.norms: dict[int, Tensor] = {}  # by slot, the norms of the present gradients that are known
@@ -259,7 +274,8 @@ class ChunkGradients:
                 self.take_in(flat, index, kept)
                 self.norms.pop(index, None)
                 self.changes += 1
-                if storage_uses(storage_handle(kept.untyped_storage())) <= 2:  # the script has no view left
+                uses = storage_uses(storage_handle(kept.untyped_storage()))
+                if uses <= 2 and index not in self.graphs:  # the script has no view left
                     del self.kept[index]
             yield flat
 
@@ -272,9 +288,31 @@ class ChunkGradients:
         present."""
         self.wait_stepped()  # here: a step that is begun later waits for the gradient
         self._change()
+        if gradient.requires_grad:
+            self._note_graph(index, gradient)
+            gradient = gradient.detach()
         add = partial(self._add, index, gradient, measures, adds=self.present[index])
         self.coming = self._leaving.carry(add, gradient.nbytes, gradient.device)
         self.present[index] = True
+
+    def _note_graph(self, index: int, gradient: Tensor) -> None:
+        """Keep the graph of a gradient that is about to be taken. As in plain torch, the sum with a gradient
+        that is present is another tensor."""
+        before = self.kept.get(index, self.graphs.get(index))
+        if self.present[index]:
+            with self.settled():  # takes in what the script has changed in views
+                pass
+            self.slots[index].leave()
+        if before is not None:
+            with torch.enable_grad():
+                gradient = before + gradient
+        self.graphs[index] = gradient
+
+    def drop_graphs(self) -> None:
+        """Let all gradients be plain values again."""
+        for index in self.graphs.keys() & self.kept.keys():
+            self.kept[index] = self.kept[index].detach()
+        self.graphs.clear()
 
     def replace(self, index: int, gradient: Tensor) -> None:
         """Set a slot's gradient to one that the script has assigned."""
@@ -302,6 +340,7 @@ class ChunkGradients:
             self.arrive(whatever=True)
             self._change()
             self.slots[index].leave()
+            self.graphs.pop(index, None)
             self.present[index] = False
             self.norms.pop(index, None)
             self.release()
@@ -350,8 +389,9 @@ class ChunkGradients:
         self.factors.append((factor, list(self.present)))
         self.changes += 1
         self.norms.clear()
-        for kept in self.kept.values():
-            kept.mul_(factor.to(kept.device))
+        with torch.no_grad():
+            for kept in self.kept.values():
+                kept.mul_(factor.to(kept.device))
 
     def measure(self, norm_type: float) -> None:
         """Compute the norms of order `norm_type` that are not known."""
@@ -402,6 +442,7 @@ class ModelGradients:
         }
         self._measures: float | None = None  # the order of the norm that is taken of arriving gradients
         self.had_sparse = False  # a gradient was sparse; in a chunk it is dense
+        self.had_graphs = False  # a gradient carried a graph, which lies outside the budgets
         self.latest_norm: Tensor | None = None  # the latest global norm, before clipping
         self._handles = []
         for each, index in self._places.values():
@@ -409,7 +450,6 @@ class ModelGradients:
             self._handles.append(hook_first(parameter, self._hook(each, index)))
             gradient = _own_gradient(parameter)
             if gradient is not None:
-                check_usable(each.trained.names[index], gradient)
                 self._take(each, index)
 
     def _held(
@@ -462,12 +502,14 @@ class ModelGradients:
 
     @uninterrupted
     def grad_of(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return the value of `parameter.grad`: None, or a `GradientProxy`."""
+        """Return the value of `parameter.grad`: None, a `GradientProxy`, or a tensor that carries a graph."""
         place = self._places.get(id(parameter))
         if place is None:
             return _own_gradient(parameter)
         each, index = place
-        return each.slots[index].show() if each.present[index] else None
+        if not each.present[index]:
+            return None
+        return each.slots[index].see()
 
     @uninterrupted
     def set_grad(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
@@ -596,6 +638,12 @@ class ModelGradients:
         each.norms.clear()
         each.present = list(present)
 
+    def drop_graphs(self) -> None:
+        """Let all gradients be plain values again, as a step is made: each worker has the graph of its own
+        part alone."""
+        for each in self._chunks.values():
+            each.drop_graphs()
+
     def begin_step(self, chunk: int) -> tuple[bool, ...]:
         """Begin a step with a chunk's gradients as they are now; return which slots have one."""
         each = self._chunks[chunk]
@@ -658,7 +706,8 @@ class ModelGradients:
 
         Raises UserError for one that cannot.
         """
-        check_usable(name, gradient)
+        check_summable(name, gradient)
+        self.had_graphs |= gradient.requires_grad
         if not gradient.is_sparse:
             return gradient
         self.had_sparse = True

@@ -150,5 +150,5 @@ def copied(each: TrainedChunk, slot: int, value: Tensor) -> Tensor:
     """Return a copy of a parameter's value in ordinary memory of its device."""
     like = each.likes[slot]
     with torch.inference_mode(False), torch.no_grad():
-        copy = torch.empty_strided(like.shape, like.stride(), dtype=each.dtype, device=each.device)
+        copy = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=each.device)
         return copy.copy_(value)

@@ -26,7 +26,7 @@ from atoll.core.memory import Budgets, Memory
 from atoll.core.units import format_bytes
 from atoll.memory.spillfile import Piece, SpillFile
 from atoll.memory.statedicts import lazily
-from atoll.tensors.binding import is_dense
+from atoll.tensors.binding import is_dense, run_of
 from atoll.tensors.torch_compat import (
     AUTOGRADS_ATTRIBUTES,
     AsPlainTensors,
@@ -186,7 +186,7 @@ class _Room:
             try:
                 self._make_room(place.device, place.nbytes)
                 value = torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device=place.device)
-                self._read_elsewhere(place, _run(value))
+                self._read_elsewhere(place, run_of(value))
             except BaseException:
                 place.pins -= 1
                 raise
@@ -211,7 +211,7 @@ class _Room:
             if not place.absent:
                 return parameter.data.to("cpu", copy=True)
             value = torch.empty_strided(place.shape, place.stride, dtype=place.dtype)
-            self._read_elsewhere(place, _run(value))
+            self._read_elsewhere(place, run_of(value))
             return value
 
     def copy_into(self, parameter: InitialisedParameter, into: Tensor) -> None:
@@ -222,7 +222,7 @@ class _Room:
             if place.absent:
                 self._read_elsewhere(place, into)
             else:
-                into.copy_(_run(parameter.data))
+                into.copy_(run_of(parameter.data))
 
     def _read_elsewhere(self, place: _Place, into: Tensor) -> None:
         if place.copy is not None:
@@ -230,10 +230,10 @@ class _Room:
             return
         assert self._file is not None
         assert place.piece is not None
-        if into.device.type == "cpu" and into.dtype == place.dtype:
+        if into.device.type == "cpu" and into.dtype == place.dtype.to_real():
             self._file.copy_into(place.piece, into)
             return
-        staged = torch.empty(into.numel(), dtype=place.dtype)
+        staged = torch.empty(into.numel(), dtype=place.dtype.to_real())
         self._file.copy_into(place.piece, staged)
         into.copy_(staged)
 
@@ -311,7 +311,7 @@ class _Room:
             if is_held or not is_dense(value):
                 return
             place.note(parameter)
-            if not self._put_away(place, _run(value)):
+            if not self._put_away(place, run_of(value)):
                 return
             self._leave(place)
             self._freed += place.nbytes if _tier(place.device) == "host" else 0
@@ -378,8 +378,7 @@ def take(parameter: nn.Parameter, into: Tensor) -> None:
     The parameter is then an `nn.Parameter` without a value (NaN, strides 0) until its `data` is set.
 
     Args:
-        into: 1-D, contiguous, of the parameter's numel and dtype; it gets the elements in their order in
-            memory.
+        into: 1-D, contiguous, of the size and the real dtype of `run_of(parameter)`, whose elements it gets.
     """
     if isinstance(parameter, InitialisedParameter):
         room = parameter._atoll_place.room
@@ -387,7 +386,7 @@ def take(parameter: nn.Parameter, into: Tensor) -> None:
         room.release(parameter)
         return
     with torch.no_grad():
-        into.copy_(_run(parameter.data))
+        into.copy_(run_of(parameter.data))
         parameter.data = _stand_in(tuple(parameter.shape), parameter.dtype, parameter.device)
 
 
@@ -462,11 +461,6 @@ def _initialised(value: Any) -> Iterator[InitialisedParameter]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from _initialised(item)
-
-
-def _run(value: Tensor) -> Tensor:
-    """Return the elements of a dense tensor, 1-D, in the order of memory."""
-    return value.as_strided((value.numel(),), (1,), value.storage_offset())
 
 
 def _no_value(place: _Place) -> Tensor:

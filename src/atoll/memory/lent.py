@@ -31,6 +31,7 @@ from atoll.memory.states import ChunkStates
 from atoll.memory.stays import Stay
 from atoll.memory.stepqueue import StepQueue
 from atoll.moves.search import MemoryPlan
+from atoll.tensors.binding import laid
 from atoll.tensors.changed import same_bits
 
 Flats: TypeAlias = Mapping[int, Tensor]  # by the lender's chunk: values or gradients, (extent,)
@@ -133,7 +134,7 @@ class LentHome(Home):
         if each.chunk.id in self._written:
             return self._own.value(each, slot)
         like, lent = each.likes[slot], self._loan.run(each.chunk.slots[slot].parameter)
-        return copied(each, slot, lent.as_strided(like.shape, like.stride(), lent.storage_offset()))
+        return copied(each, slot, laid(lent, like))
 
     def written_back(self, each: TrainedChunk) -> None:
         if not any(True for _ in self._differing(each)):

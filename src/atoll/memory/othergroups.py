@@ -51,7 +51,8 @@ def held_by_groups(sharing: Sharing, chunks: Sequence[TrainedChunk], trained: Co
 
 
 def _value(other: FetchCache, each: TrainedChunk, slot: int) -> Tensor:
-    return LazyTensor(partial(_fetched, other, each, slot), each.likes[slot].shape, each.dtype)
+    like = each.likes[slot]
+    return LazyTensor(partial(_fetched, other, each, slot), like.shape, like.dtype)
 
 
 def _fetched(other: FetchCache, each: TrainedChunk, slot: int) -> Tensor:
@@ -62,7 +63,7 @@ def _fetched(other: FetchCache, each: TrainedChunk, slot: int) -> Tensor:
 def _state(states: SharedStates, each: TrainedChunk, slot: int) -> dict[str, Any]:
     shape = each.likes[slot].shape
     elements = {
-        key: LazyTensor(partial(states.elements, slot, key), shape, dtype)
+        key: LazyTensor(partial(states.elements, slot, key), shape, each.dtype_of(slot, dtype))
         for key, dtype in states.kept(slot).items()
     }
     return {**states.numbers(slot), **elements}

@@ -37,7 +37,7 @@ class States(Protocol):
         """Return copies of the state kept for a parameter as a whole."""
 
     def kept(self, slot: int) -> dict[str, torch.dtype]:
-        """Return the dtypes of the element-wise states, by key."""
+        """Return the real dtypes of the element-wise states, by key."""
 
     def elements(self, slot: int, key: str) -> Tensor:
         """Return a copy of the element-wise state `key`, with the parameter's shape and strides."""
@@ -134,7 +134,10 @@ class PlainState:
         states, slot = self._stepped(parameter)
         lazy = {
             key: LazyTensor(
-                partial(self._read, parameter, key), parameter.shape, dtype, states.trained.device
+                partial(self._read, parameter, key),
+                parameter.shape,
+                states.trained.dtype_of(slot, dtype),
+                states.trained.device,
             )
             for key, dtype in states.kept(slot).items()
         }

@@ -179,7 +179,7 @@ def _state_bytes(
 ) -> dict[str, tuple[int, ...]]:
     """Return the bytes for an element of each kind of state, by the settings of `specs_for`; of the widest
     where dtypes differ."""
-    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    dtypes = {parameter.dtype.to_real() for parameter in model.parameters() if parameter.requires_grad}
     found: list[tuple[int, ...]] = []  # for each param group
     for optimizer in optimizers:
         widest: dict[str, int] = {}

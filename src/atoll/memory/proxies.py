@@ -25,6 +25,7 @@ from atoll.tensors.torch_compat import (
     ZERO_LIST,
     AsPlainTensors,
     counted,
+    marked,
     tree_leaves,
     tree_map,
     untraced,
@@ -211,4 +212,5 @@ def _handed_out(leaf: Any, same: Mapping[int, GradientProxy], of_memory: Mapping
         return leaf
     kept = proxy.source.keep()
     again = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
-    return again.set_(kept.untyped_storage(), leaf.storage_offset(), leaf.shape, leaf.stride())
+    again = again.set_(kept.untyped_storage(), leaf.storage_offset(), leaf.shape, leaf.stride())
+    return marked(again, conj=leaf.is_conj(), neg=leaf.is_neg())

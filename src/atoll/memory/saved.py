@@ -30,6 +30,7 @@ from atoll.core.callstack import caller, is_under_way
 from atoll.core.errors import UserError
 from atoll.memory.interrupts import uninterrupted
 from atoll.tensors.torch_compat import (
+    is_within_backward,
     saved_tensors_hooks_are_allowed,
     saved_tensors_hooks_in_force,
     untraced,
@@ -65,6 +66,8 @@ class Packed:
     Attributes:
         version: the parameter's version when the tensor was saved.
         whole: True if it is the parameter itself, saved while its chunk was away.
+        conj: True if it stands for the conjugate of what lies there.
+        neg: True if it stands for the negative.
     """
 
     place: ParameterSlot
@@ -74,6 +77,8 @@ class Packed:
     stride: tuple[int, ...]
     offset: int
     whole: bool = False
+    conj: bool = False
+    neg: bool = False
 
 
 class Addresses:
@@ -117,6 +122,8 @@ class Addresses:
             tuple(tensor.stride()),
             int(tensor.storage_offset()),
             whole=found[3],
+            conj=tensor.is_conj(),
+            neg=tensor.is_neg(),
         )
 
 
@@ -142,6 +149,9 @@ def unpack(kept: object) -> Tensor:
         _check_version(kept.version, kept.place.owner.version(kept.place))
         for unpacked in _watching:
             unpacked(kept.place)
+        if is_within_backward():
+            # With create_graph=True the node saves tensors, too. Autograd ends the context after the node.
+            entered().__enter__()
         return kept.place.owner.derive(kept)
     if isinstance(kept, Tensor):
         return kept

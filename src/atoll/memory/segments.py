@@ -160,7 +160,7 @@ class Segments:
         (start, end), begin = self.states.bounds(first, last), self.states.portion.begin
         shaped = self.states.shaped
         parameter = nn.Parameter(shaped(stepped[start:end], first))
-        parameter.grad = shaped(gradients[begin + start : begin + end], first).to(self.states.dtype)
+        parameter.grad = shaped(gradients[begin + start : begin + end], first).to(parameter.dtype)
         return parameter
 
     def _state(self, bounds: tuple[int, int], elements: Mapping[str, Tensor]) -> State:
@@ -189,7 +189,7 @@ class Segments:
             else:
                 numbers[key] = value
         for key, value in replaced.items():
-            with place(key, value.dtype) as elements:
+            with place(key, value.dtype.to_real()) as elements:
                 self.states.shaped(elements[start:end], bounds[0]).copy_(value)
         return bounds, numbers, frozenset(kept)
 

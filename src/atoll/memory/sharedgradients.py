@@ -34,6 +34,7 @@ from atoll.memory.proxies import LostSource
 from atoll.memory.sharing import Sharing
 from atoll.memory.stepqueue import StepQueue
 from atoll.memory.sums import Summing
+from atoll.tensors.binding import dtype_as, numbers_in
 from atoll.tensors.finite import is_finite
 from atoll.tensors.torch_compat import reader_of_all_gradients, version_of
 
@@ -47,6 +48,11 @@ class _SharedSlot(GradientSlot):
     """One parameter's gradient in a chunk that several members hold."""
 
     _chunk: _SharedChunk
+
+    def see(self) -> Tensor:
+        chunk, index = self._chunk, self._index
+        is_away = chunk.earlier[index] or (chunk.is_stepped and not chunk.is_readable(index))
+        return self.show() if is_away else super().see()  # who reads the proxy is told why it cannot be read
 
     @contextmanager
     def lend(self, *, overwrites: bool = False) -> Iterator[Tensor]:
@@ -172,6 +178,9 @@ class _SharedChunk(ChunkGradients):
             return
         if self.present[index]:
             self.slots[index].leave()
+        self.graphs.pop(index, None)
+        if gradient.requires_grad:
+            self.graphs[index] = gradient
         self.write(index, gradient)
         self.present[index] = True
 
@@ -218,7 +227,8 @@ class _SharedChunk(ChunkGradients):
                         whole = self.trained.part(flat, slot)
                         self.norms[slot] = torch.linalg.vector_norm(whole, norm_type)
                     else:
-                        self.norms[slot] = partial_norm(self.portion.of(flat, slot), norm_type)
+                        part = numbers_in(self.portion.of(flat, slot), self.trained.likes[slot])
+                        self.norms[slot] = partial_norm(part, norm_type)
         return {slot: self.norms[slot] for slot in here}
 
     # The sum
@@ -280,6 +290,8 @@ class _SharedChunk(ChunkGradients):
         for index, come in enumerate(self.come):
             if come:
                 self.slots[index].leave()
+            if come and not self.earlier[index]:
+                self.graphs.pop(index, None)
         with self.settled(writes=True) as flat:
             flat.zero_()
             self._add_earlier(flat)
@@ -664,7 +676,8 @@ def partial_norm(part: Tensor, norm_type: float) -> Tensor:
         return most.double()
     total = torch.zeros((), dtype=torch.float64)
     for piece in torch.split(part, _PIECE):
-        total += torch.linalg.vector_norm(piece, norm_type, dtype=torch.float64) ** norm_type
+        wide = dtype_as(torch.float64, piece)
+        total += torch.linalg.vector_norm(piece, norm_type, dtype=wide) ** norm_type
     return total
 
 

@@ -18,6 +18,7 @@ from atoll.memory.gradients import TrainedChunk
 from atoll.memory.payloads import MASTER, VALUES, Payloads, spare_kind, state_kind
 from atoll.memory.portions import Portion
 from atoll.memory.stepqueue import Settings
+from atoll.tensors.binding import dtype_as, laid
 from atoll.tensors.lazy import LazyTensor
 from atoll.tensors.optimizer import State, copied, signature
 from atoll.tensors.stepunit import Unit, unit_of
@@ -119,18 +120,19 @@ class ChunkStates:
         Args:
             slot: the first of the slots with these elements.
         """
-        if not isinstance(value, Tensor) or value.numel() != numel:
+        if not isinstance(value, Tensor) or value.numel() * (1 + value.is_complex()) != numel:
             return False
         if self.by_tensor:
             plain = type(value) is Tensor or isinstance(value, LazyTensor)  # others have more than values
-            fits = plain and value.dtype == self._planned.get(key)
-            return fits and value.shape == self.trained.likes[slot].shape
+            like, planned = self.trained.likes[slot], self._planned.get(key)
+            fits = planned is not None and value.dtype == dtype_as(planned, like)
+            return plain and fits and value.shape == like.shape
         return key in self._elementwise or numel > 1
 
     def shaped(self, run: Tensor, slot: int) -> Tensor:
-        """Return a slot's run of elements as whole tensors are stepped: with its parameter's shape."""
-        like = self.trained.likes[slot]
-        return run.as_strided(like.shape, like.stride()) if self.by_tensor else run
+        """Return a slot's run of elements as whole tensors are stepped: with its parameter's shape, complex
+        if the parameter is."""
+        return laid(run, self.trained.likes[slot]) if self.by_tensor else run
 
     def keep(self, bounds: tuple[int, int], numbers: State, kept: frozenset[str]) -> None:
         """Set the states of each of the slots from `bounds[0]` to `bounds[1]`.
@@ -158,7 +160,8 @@ class ChunkStates:
         return self._kept[slot]
 
     def kept(self, slot: int) -> dict[str, torch.dtype]:
-        """Return the dtypes of a slot's element-wise states, by key; a master is among them as "master"."""
+        """Return the real dtypes of a slot's element-wise states, by key; a master is among them as
+        "master"."""
         kept = {key: self._dtypes[key] for key in sorted(self._kept[slot])}
         if self.has_master and (kept or self._numbers[slot]):
             kept[MASTER] = self.dtype
@@ -205,7 +208,8 @@ class ChunkStates:
                 value = value.to(self.dtype)  # as torch's own load does
             if self.is_elementwise(key, value, self.trained.chunk.slots[slot].numel, slot):
                 kept.add(key)
-                with self.pin_state(key, value.dtype if exact or self.by_tensor else self.dtype) as elements:
+                own = value.dtype.to_real() if exact or self.by_tensor else self.dtype
+                with self.pin_state(key, own) as elements:
                     self._take(value, slot, elements)
             else:
                 numbers[key] = self._number(key, value, settings)
@@ -221,7 +225,7 @@ class ChunkStates:
             return
         place, like = self.trained.chunk.slots[slot], self.trained.likes[slot]
         run = torch.empty(place.numel, dtype=elements.dtype)  # in the order of memory
-        run.as_strided(like.shape, like.stride()).copy_(value)
+        laid(run, like).copy_(value)
         first = begin + start - place.offset
         elements[start:end].copy_(run[first : first + end - start])
 

@@ -12,7 +12,7 @@ from atoll.memory import copies
 from atoll.memory.arena import Block
 from atoll.memory.gradients import TrainedChunk
 from atoll.memory.parameters import version
-from atoll.tensors.binding import carve
+from atoll.tensors.binding import carve, run_of
 from atoll.tensors.torch_compat import outside_dispatch_modes, storage_handle, storage_uses
 
 
@@ -32,8 +32,8 @@ class Stay:
     def __init__(self, each: TrainedChunk, block: Block) -> None:
         self.each, self.block = each, block
         self.memory = block.view(each.chunk.extent, each.dtype)
-        parts = [each.part(self.memory, slot) for slot in range(len(each.parameters))]
-        self.views = [carve(part, 0, part) for part in parts]
+        slots = zip(each.chunk.slots, each.likes, strict=True)
+        self.views = [carve(self.memory, slot.offset, like) for slot, like in slots]
         self.storages = [view.untyped_storage() for view in self.views]
         self.addresses = [storage.data_ptr() for storage in self.storages]
         self._ids = [storage_handle(storage) for storage in self.storages]
@@ -103,8 +103,7 @@ class Stay:
         found = 0
         with outside_dispatch_modes():
             for each in (self.memory, *(self.views[slot] for slot in sorted(self._apart))):
-                run = each.as_strided((each.numel(),), (1,), each.storage_offset())
-                found = zlib.crc32(run.view(torch.uint8).cpu().numpy().data, found)
+                found = zlib.crc32(run_of(each).view(torch.uint8).cpu().numpy().data, found)
         return found
 
     def bring(self, values: Tensor) -> None:
@@ -119,7 +118,7 @@ class Stay:
         """Copy a slot's values, 1-D in the order of memory, to the slot's place."""
         here = self.each.run(self.memory, slot)
         if slot in self._apart:
-            here = self.views[slot].as_strided(here.shape, (1,), 0)
+            here = run_of(self.views[slot])
         copies.to_device(here, values)
 
     def return_to(self, values: Tensor) -> None:
@@ -138,6 +137,8 @@ def stand_ins(each: TrainedChunk) -> list[Tensor]:
 
     It has the parameter's shape, over a single element of all one bits, which is NaN in every floating dtype.
     """
-    numel, size = len(each.parameters), each.dtype.itemsize
+    numel, size = 2 * len(each.parameters), each.dtype.itemsize  # a complex element takes two
     ones = torch.full((numel * size,), 255, dtype=torch.uint8, device=each.device).view(each.dtype)
-    return [carve(ones, index, ones[0]).expand(like.shape) for index, like in enumerate(each.likes)]
+    elements = [torch.empty((), dtype=like.dtype, device="meta") for like in each.likes]
+    shapes = [like.shape for like in each.likes]
+    return [carve(ones, 2 * index, one).expand(shapes[index]) for index, one in enumerate(elements)]

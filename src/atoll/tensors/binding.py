@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from atoll.chunks import SPARSE, Chunk, ChunkMap, ParameterSpec
-from atoll.core.errors import BindingError, PrepareError, UserError
-from atoll.tensors.sparse import LEAST, check_summable
+from atoll.core.errors import BindingError, PrepareError
+from atoll.tensors.sparse import LEAST
 from atoll.tensors.torch_compat import storage_handle, storage_uses
 
 
@@ -45,6 +45,31 @@ def real_form(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def real_of(tensor: Tensor) -> Tensor:
     """Return a tensor; in place of a complex one its real view."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def run_of(tensor: Tensor) -> Tensor:
+    """Return the elements of a dense tensor, 1-D, in the order of memory; of a complex one those of its real
+    view."""
+    real = real_of(tensor.resolve_conj())
+    return real.as_strided((real.numel(),), (1,), real.storage_offset())
+
+
+def laid(run: Tensor, like: Tensor) -> Tensor:
+    """Return the view of `run` with the shape and strides of `like`, complex if `like` is. Undoes
+    `run_of`."""
+    shape, strides = real_form(like)
+    view = run.as_strided(shape, strides, run.storage_offset())
+    return torch.view_as_complex(view) if like.is_complex() else view
+
+
+def numbers_in(run: Tensor, like: Tensor) -> Tensor:
+    """Return `run`, a 1-D part of `run_of(like)`, as complex numbers if `like` is complex."""
+    return torch.view_as_complex(run.view(-1, 2)) if like.is_complex() else run
+
+
+def dtype_as(dtype: torch.dtype, like: Tensor) -> torch.dtype:
+    """Return a real dtype; for a complex `like` the complex dtype with such parts."""
+    return dtype.to_complex() if like.is_complex() else dtype
 
 
 class Buffer:
@@ -214,22 +239,8 @@ def bind_model(chunk_map: ChunkMap, parameters: Mapping[str, nn.Parameter]) -> l
     return chunks
 
 
-def check_usable(name: str, gradient: Tensor) -> None:
-    """Raise UserError for a gradient of the parameter `name` that cannot lie in tiers."""
-    if gradient.requires_grad:
-        raise UserError(
-            f"the gradient of {name!r} carries a graph of its own (backward with create_graph=True), which a "
-            "model with budgets of memory cannot hold; take second derivatives with torch.autograd.grad, or "
-            "leave the budgets out"
-        )
-    check_summable(name, gradient)
-
-
-def check_bindable(parameters: Mapping[str, nn.Parameter], *, in_tiers: bool = False) -> None:
-    """Raise PrepareError, with a remedy, for the first parameter that cannot lie in a chunk.
-
-    `in_tiers`: the chunks lie in tiers of memory.
-    """
+def check_bindable(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise PrepareError, with a remedy, for the first parameter that cannot lie in a chunk."""
     spans: list[tuple[int, int, str]] = []
     for name, parameter in parameters.items():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -250,11 +261,6 @@ def check_bindable(parameters: Mapping[str, nn.Parameter], *, in_tiers: bool = F
         if parameter.is_sparse or parameter.layout != torch.strided:
             raise PrepareError(
                 f"parameter {name!r} is sparse; chunks hold dense parameters only, call to_dense()"
-            )
-        if parameter.is_complex() and in_tiers:
-            raise PrepareError(
-                f"parameter {name!r} is {_short(parameter.dtype)}, which budgets of memory do not hold; "
-                "leave the budgets out, or make it a real parameter and use torch.view_as_complex in forward"
             )
         if not is_dense(parameter):
             raise PrepareError(

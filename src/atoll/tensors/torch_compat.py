@@ -325,6 +325,19 @@ REDUCE = "_reduce_ex_internal"
 LIST_FUNCTIONS = ("_foreach_", "_amp_foreach_")
 ZERO_LIST = "_foreach_zero_"
 
+
+@_needs("torch._neg_view")
+def marked(tensor: Tensor, *, conj: bool, neg: bool) -> Tensor:
+    """Return `tensor`, or a view of it that stands for its conjugate, for its negative, or for both.
+
+    `z.conj().imag` is such a view: the negative of what lies in memory. Private: `torch._neg_view`, 2.8 to
+    2.13. Public way: none; `torch.neg` makes a copy.
+    """
+    view = tensor.conj() if conj else tensor
+    negative: Callable[[Tensor], Tensor] = torch._neg_view
+    return negative(view) if neg else view
+
+
 # Compares two tensors' kinds of memory, and reads no value; `p.data = value` calls it. Private:
 # `torch._has_compatible_shallow_copy_type`, 2.8 to 2.13. Public way: none.
 compare_kinds: Any = _part("torch._has_compatible_shallow_copy_type", "compare_kinds")

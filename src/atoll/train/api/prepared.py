@@ -66,6 +66,10 @@ _DROPPED = (
     "such a hook updates parameters by itself, the workers' models part: let the prepared optimizer step, "
     "after backward"
 )
+_GRAPHS = (
+    "gradients carry a graph (backward with create_graph=True): under budgets of memory such gradients and "
+    "their graph stay on the device, outside the budgets, until optimizer.step() or zero_grad()"
+)
 _BEFORE = "make the change before session.prepare"
 _EDITED = (
     "all gradients were changed between a backward under no_sync and {}, {}; they are this worker's own, and "
@@ -188,7 +192,7 @@ class Prepared:
             self._sync_norms = SyncNorms(self.module, device, workers.place.world, more, joint=joint_norms)
         self.parameters = dict(self.module.named_parameters())
         precision = check_precision(bf16, self.parameters)
-        check_bindable(self.parameters, in_tiers=tiers is not None)
+        check_bindable(self.parameters)
         refuse_apart(self.module, store="sharded" if tiers is not None and tiers.has_members else "resident")
         _to_device(self.module, self.parameters, device)
         settings = _settings(optimizers, self.parameters)
@@ -515,6 +519,8 @@ class Prepared:
             self._looks_for_sparse = False  # no layer has announced them
             for optimizer in self.optimizers:
                 self._check_sparse(optimizer)
+        if self.tiers is not None and self.tiers.fitted is not None and self.tiers.fitted.had_graphs:
+            self._tells.warn_once("graphs", _GRAPHS)
         return 0.0 if repeats else group_samples
 
     def _have_sparse(self) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from atoll.core.weighing import SAID as SAID_OF_WEIGHT
 from atoll.tensors.binding import BoundChunk, Buffer
+from atoll.tensors.graphs import with_graph
 from atoll.tensors.sparse import check_summable, of_rows, pack, rows_of, write
 from atoll.tensors.torch_compat import copy_all
 from atoll.train.gradients.alike import SAID
@@ -172,17 +173,14 @@ class BucketChunk:
         """Let `p.grad` show the published values for each slot that is `present`, and None for the others.
 
         This worker's own gradients must have been kept. One that carries a graph keeps its graph, with the
-        published values. The mean over the workers of a function's derivatives at it is then the derivative
-        at the mean.
+        published values.
         """
         for parameter, view, here in zip(self.bound.parameters, self.published.views, present, strict=True):
             parameter.grad = view if here else None
         self._with_graph = []
         for index, own in enumerate(self.kept) if self._odd else ():
             if present[index] and own is not None and own.requires_grad and not own.is_sparse:
-                with torch.enable_grad():
-                    value = self.published.views[index]
-                    self.bound.parameters[index].grad = own + (value - own.detach())
+                self.bound.parameters[index].grad = with_graph(self.published.views[index], own)
                 self._with_graph.append(index)
 
     def has_sparse(self) -> bool:

@@ -18,7 +18,7 @@ from atoll.core.errors import UserError
 from atoll.exchange.coding import bytes_of
 from atoll.memory.exchanged import Exchanged
 from atoll.net.returning import Made, Payload
-from atoll.tensors.binding import BoundChunk, carve
+from atoll.tensors.binding import BoundChunk, carve, dtype_as
 from atoll.tensors.lazy import LazyTensor
 from atoll.tensors.packing import PACKED, unpack_lazily
 from atoll.tensors.settings import Settings
@@ -158,7 +158,7 @@ class TieredModel(ServedModel):
                 state[key] = LazyTensor(
                     partial(self._read, bound, index, key),
                     parameter.shape,
-                    getattr(torch, dtype),
+                    dtype_as(getattr(torch, dtype), parameter),
                     parameter.device,
                     parameter.stride(),
                 )
@@ -181,9 +181,8 @@ class TieredModel(ServedModel):
 
     def _read(self, bound: BoundChunk, index: int, key: str) -> Tensor:
         flat, parameter = self._payload(bound, index, key), bound.parameters[index]
-        like = torch.empty_strided(parameter.shape, parameter.stride(), dtype=flat.dtype, device="meta")
         offset = bound.chunk.slots[index].offset
-        return carve(flat, offset, like).to(parameter.device, copy=True)
+        return carve(flat, offset, parameter).to(parameter.device, copy=True)
 
     def _handle_state(self, shard: int, message: AnyMessage, payload: memoryview | None) -> None:
         assert isinstance(message, State)
