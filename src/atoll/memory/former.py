@@ -227,7 +227,7 @@ def _read_piece(file: SpillFile, piece: Piece, shape: torch.Size, dtype: torch.d
 def _read_states(optimizer: torch.optim.Optimizer) -> None:
     """Make the states that the optimizer holds itself plain ones."""
     settings = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    held: dict[nn.Parameter, dict[str, Any]] = optimizer.state
+    held: Any = optimizer.state
     for parameter, state in list(dict.items(held)):  # no states that lie elsewhere
         if any(isinstance(leaf, LazyTensor) for leaf in tree_leaves(state)):
             whole = tree_map_only(Tensor, read_whole, state)

@@ -103,7 +103,8 @@ class PlainState:
         used."""
         self.take_over()
         self._shown.fill(self._left)
-        self._optimizer.state = defaultdict(dict, dict.items(self._shown))
+        shown: Any = self._shown
+        self._optimizer.state = defaultdict(dict, dict.items(shown))  # without a fetch
 
     def lose(self, why: str) -> None:
         """Leave the optimizer without its state: who reads the state gets a UserError with `why`."""
