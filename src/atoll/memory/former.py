@@ -28,6 +28,7 @@ from atoll.memory.initialising import (
     end_place,
     leave_in,
     no_value,
+    room_place,
     run_of,
 )
 from atoll.memory.parameters import give_back, place_of
@@ -90,7 +91,7 @@ class Former:
 
     def pin(self, parameter: InitialisedParameter) -> None:
         """Bring the value into the parameter. It stays there until as many `unpin` as `pin`."""
-        place = parameter._atoll_place
+        place = room_place(parameter)
         if place.absent:
             value = self.value(parameter).to(place.device)
             with torch.no_grad(), AsPlainTensors():
@@ -101,7 +102,7 @@ class Former:
 
     def unpin(self, parameter: InitialisedParameter) -> None:
         """End a `pin`. A value that was changed stays in its parameter, and one that has left the model."""
-        place = parameter._atoll_place
+        place = room_place(parameter)
         place.pins -= 1
         if place.pins or place not in self._at:
             return
@@ -112,7 +113,7 @@ class Former:
 
     def value(self, parameter: InitialisedParameter) -> Tensor:
         """Return a copy of the value in host memory."""
-        place = parameter._atoll_place
+        place = room_place(parameter)
         with torch.inference_mode(False), torch.no_grad(), AsPlainTensors():
             if not place.absent:
                 return parameter.data.to("cpu", copy=True)
@@ -124,7 +125,7 @@ class Former:
 
     def copy_into(self, parameter: InitialisedParameter, into: Tensor) -> None:
         """Copy the value into `into`, 1-D and contiguous, in the order of memory."""
-        place = parameter._atoll_place
+        place = room_place(parameter)
         with torch.inference_mode(False), torch.no_grad(), AsPlainTensors():
             if not place.absent:
                 into.copy_(run_of(parameter.data))
@@ -142,7 +143,7 @@ class Former:
 
     def release(self, parameter: InitialisedParameter) -> None:
         """Make the parameter a plain `nn.Parameter` without a value."""
-        place = parameter._atoll_place
+        place = room_place(parameter)
         self._at.pop(place, None)
         with torch.no_grad():
             end_place(parameter, no_value(place))

@@ -425,6 +425,11 @@ def is_agreed(parameter: nn.Parameter) -> bool:
     return place.room.is_agreed(place)
 
 
+def room_place(parameter: InitialisedParameter) -> Place:
+    """Return the place of the parameter's value."""
+    return parameter._atoll_place
+
+
 def end_place(parameter: InitialisedParameter, value: Tensor) -> None:
     """Make the parameter a plain `nn.Parameter` with this value."""
     with AsPlainTensors():
