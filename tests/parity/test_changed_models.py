@@ -23,9 +23,10 @@ WORLD, STEPS, AT = 2, 6, (2, 4)
 HERE = [
     "ring",
     "server",
-    *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("hierarchical", "elastic")),
+    "tiers",
+    *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("hierarchical", "elastic", "server tiers")),
 ]
-ELSEWHERE = ("ps-hra", "peers", "tiers", "server tiers", "peers tiers")
+ELSEWHERE = ("ps-hra", "peers", "peers tiers")
 
 
 class Lora(nn.Module):

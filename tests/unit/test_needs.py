@@ -383,11 +383,6 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         "what sync.codec has held back of gradients does not fit a changed model",
         "prepare the changed model in another session, or set sync.codec to float32",
     ),
-    "prepared-again-in-tiers": (
-        Choices({"store": "tiered", "again": True}),
-        "under budgets of memory a model stays as it is when session.prepare first sees it",
-        "prepare the changed model in another session, or leave the budgets out",
-    ),
     "over-alone": (
         Choices({**OVER, "fit": "alone"}),
         "atoll.memory.over has given 'expert.weight' the workers [0, 1], and there are no others here",

@@ -503,14 +503,6 @@ def _of_models() -> Iterator[Need]:
         why = f"what {held} has held back of gradients does not fit a changed model"
         yield Need(f"prepared-again-{name}", prepare, chosen, f"{why}: {before}, or {instead}", PrepareError)
     yield Need(
-        "prepared-again-in-tiers",
-        prepare,
-        {"store": IsNot("resident", None), "again": Is(True)},
-        "under budgets of memory a model stays as it is when session.prepare first sees it: "
-        f"{before}, or leave the budgets out",
-        PrepareError,
-    )
-    yield Need(
         "memory-cap-tiers",
         prepare,
         {"sync.memory_cap": Is("auto"), "store": IsNot("resident", None)},

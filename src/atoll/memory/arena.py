@@ -89,6 +89,7 @@ class Arena:
                 f"memory.{what}: {nbytes} bytes are less than a block of the model; raise it to at least "
                 f"{exactly(self.block_bytes)}"
             )
+        self._mapping: mmap.mmap | None = None
         self._memory = self._allocate()
         if self.poison:
             self._memory.fill_(_POISON)
@@ -246,10 +247,17 @@ class Arena:
         weakref.finalize(self, runtime.cudaHostUnregister, address)
         return ""
 
+    def release(self) -> None:
+        """Let go of the memory; who has a view of it keeps it. Nothing can be taken any more."""
+        self._memory = self._memory[:0].clone()
+        self._mapping = None
+        self._free, self._counts = [], {}
+
     def keep_from_children(self) -> None:
         """Leave the memory out of processes that are forked from this one.
 
         Otherwise each page that is written after a fork (a DataLoader's workers) would be held twice, and a
         direct read that is under way could land in the child's page.
         """
-        self._mapping.madvise(mmap.MADV_DONTFORK)
+        if self._mapping is not None:
+            self._mapping.madvise(mmap.MADV_DONTFORK)

@@ -102,6 +102,22 @@ class Engine:
             self.is_closed = True
             self._residents.forget()
 
+    def leave(self, why: str) -> None:
+        """Free the device's memory. All values lie in the home, from which others take them.
+
+        Parameters are left without values. A graph that was made before raises UserError with `why`.
+        """
+        with self.lock:
+            self._mend()
+            for stay in self._resident.values():
+                self._bringing.settle(stay)
+            self.write_back()
+            self._why_closed = why
+            self._bringing.close()
+            self.is_closed = True
+            self._residents.forget()
+            self.arena.release()
+
     def abandon(self, why: str) -> None:
         """Drop all chunks. Parameters are left without values; using one raises UserError with `why`."""
         self._why_closed = why

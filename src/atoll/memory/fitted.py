@@ -20,6 +20,7 @@ from atoll.memory import interrupts
 from atoll.memory.arena import Arena
 from atoll.memory.disk import PAGE, DiskFile
 from atoll.memory.engine import Engine, in_order_of_use
+from atoll.memory.former import Former
 from atoll.memory.gradients import ModelGradients, TrainedChunk
 from atoll.memory.home import Home, HostHome
 from atoll.memory.initialising import spilled_bytes, take
@@ -41,6 +42,11 @@ from atoll.tensors.clipping import check_max_norm
 from atoll.tensors.torch_compat import own_parameters
 
 EARLY = "the plan takes the steps to be longer than a forward, and there is room to make these in backward"
+_LEFT = (
+    "this optimizer's state is gone: session.prepare was called again for its model, with another optimizer; "
+    "prepare the model with this one too, or read the state before"
+)
+_BEFORE_CHANGE = "this graph was made before session.prepare was called again; make its forward again"
 GRADIENTS_UNDER_WAY = 2  # chunks of gradients that may be leaving the device while backward goes on
 
 
@@ -93,6 +99,13 @@ class Fitted:
         Args:
             stays: True if a model that is too large to be plain may stay in its tiers.
         """
+
+    def leave(self, optimizers: Sequence[torch.optim.Optimizer]) -> Former | None:
+        """End the session for a changed model, which `optimizers` step. Return what the tiers still hold;
+        None: all is plain."""
+        del optimizers
+        self.close()
+        return None
 
     def lacks_room(self, state: int = 0) -> str:  # noqa: ARG002
         """Return why the model does not fit as a plain one. This one is plain already: an empty string.
@@ -458,6 +471,40 @@ class Moving(Fitted):
                 f"this model was trained in chunks by a session that has ended: {why}; read or save its "
                 "values before that, inside the block of `with`"
             )
+
+    @interrupts.uninterrupted
+    def leave(self, optimizers: Sequence[torch.optim.Optimizer]) -> Former | None:
+        """End the session for a changed model. Values, gradients and states stay in the tiers, to be read
+        there.
+
+        With members, all of them call it. Raises the error of a step that failed.
+        """
+        self._steps.wait_all()
+        self.engine.write_back()
+        for handle in self._handles:
+            handle.remove()
+        self._state_dicts.close()
+        leave_gone()
+        stepping, self._stepping = self._stepping, None
+        if stepping is not None:
+            stepping.leave(optimizers, _LEFT)
+        self.engine.leave(_BEFORE_CHANGE)
+        self._end_interrupts()
+        gradients = self.gradients.leave()
+        if self._there is not None:
+            self._there.close()
+        chunks = self.engine.chunks.values()
+        return Former(self.engine.home, chunks, gradients, self._end_left, self._part_left)
+
+    def _end_left(self) -> None:
+        """End the tiers, when all that they held was taken."""
+        self.gradients.left()
+        self._store.discard()
+
+    def _part_left(self) -> None:
+        """End the tiers after an error. What they held is gone."""
+        self._part()
+        self._store.discard()
 
     def lacks_room(self, state: int = 0) -> str:
         """Return why the model does not fit as a plain one; an empty string where it fits.

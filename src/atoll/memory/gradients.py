@@ -448,9 +448,10 @@ class ModelGradients:
         for each, index in self._places.values():
             parameter = each.trained.parameters[index]
             self._handles.append(hook_first(parameter, self._hook(each, index)))
-            gradient = _own_gradient(parameter)
+            gradient = own_gradient(parameter)
             if gradient is not None:
                 self._take(each, index)
+                each.arrive()
 
     def _held(
         self, trained: TrainedChunk, payloads: Payloads, steps: StepQueue, leaving: Leaving
@@ -479,7 +480,27 @@ class ModelGradients:
         if each.present[index]:
             gradient = each.slots[index].keep() if each.failed is None else None
             each.forget(index)
-            _set_own_gradient(each.trained.parameters[index], gradient)
+            set_own_gradient(each.trained.parameters[index], gradient)
+
+    def leave(self) -> list[tuple[nn.Parameter, Callable[[], Tensor]]]:
+        """Remove the hooks and end the thread. Return the parameters that have a gradient, each with a
+        function that reads a copy of it, until `left`."""
+        for handle in self._handles:
+            handle.remove()
+        found = []
+        for each, index in self._places.values():
+            each.arrive()
+            if each.present[index]:
+                found.append((each.trained.parameters[index], partial(_copy_of, each.slots[index])))
+        self._leaving.close()
+        return found
+
+    def left(self) -> None:
+        """Let proxies that the script holds keep what they show: the chunks' gradients go."""
+        for each, index in self._places.values():
+            if each.present[index]:
+                each.slots[index].leave()
+        self._places.clear()
 
     def abandon(self) -> None:
         """Remove the hooks and end the thread, after an error."""
@@ -505,7 +526,7 @@ class ModelGradients:
         """Return the value of `parameter.grad`: None, a `GradientProxy`, or a tensor that carries a graph."""
         place = self._places.get(id(parameter))
         if place is None:
-            return _own_gradient(parameter)
+            return own_gradient(parameter)
         each, index = place
         if not each.present[index]:
             return None
@@ -517,10 +538,10 @@ class ModelGradients:
         dtype."""
         place = self._places.get(id(parameter))
         if place is None:
-            _set_own_gradient(parameter, gradient)
+            set_own_gradient(parameter, gradient)
             return
         each, index = place
-        _set_own_gradient(parameter, None)  # an interrupted backward may have left one there
+        set_own_gradient(parameter, None)  # an interrupted backward may have left one there
         if gradient is not None and self.grad_of(parameter) is gradient:
             return  # `p.grad *= 2`
         if gradient is None:
@@ -696,9 +717,9 @@ class ModelGradients:
         since the last.
         """
         parameter = each.trained.parameters[index]
-        gradient = _own_gradient(parameter)
+        gradient = own_gradient(parameter)
         assert gradient is not None
-        _set_own_gradient(parameter, None)  # first: the next backward would add to what is left there
+        set_own_gradient(parameter, None)  # first: the next backward would add to what is left there
         each.take(index, self._usable(each.trained.names[index], gradient), self._measures)
 
     def _usable(self, name: str, gradient: Tensor) -> Tensor:
@@ -714,13 +735,18 @@ class ModelGradients:
         return gradient.to_dense()
 
 
-def _own_gradient(parameter: nn.Parameter) -> Tensor | None:
+def _copy_of(slot: GradientSlot) -> Tensor:
+    with slot.lend() as gradient, torch.inference_mode(False), torch.no_grad():
+        return gradient.detach().clone()
+
+
+def own_gradient(parameter: nn.Parameter) -> Tensor | None:
     """Return the gradient that autograd has left at the parameter, whatever its class makes of `grad`."""
     with AsPlainTensors():
         gradient: Tensor | None = _GRAD.__get__(parameter)
         return gradient
 
 
-def _set_own_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
+def set_own_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
     with AsPlainTensors():
         _GRAD.__set__(parameter, gradient)

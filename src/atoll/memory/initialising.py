@@ -13,7 +13,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +62,35 @@ _TRIM = 8  # at most 1/8 of the host's budget is freed memory that the allocator
 _LAYOUT = {Tensor.stride, Tensor.is_contiguous}
 
 
-class _Place:
+class Room(Protocol):
+    """A holder of values that are not in their parameters."""
+
+    def is_agreed(self, place: Place) -> bool:
+        """True if all members of a group have the value at this place already."""
+
+    @property
+    def spilled(self) -> int:
+        """The length, in bytes, of the file that the budget of new tiers is to have room for."""
+
+    def adopt(self, parameter: nn.Parameter) -> None:
+        """Take in a plain parameter that a parameter of this room was copied to."""
+
+    def pin(self, parameter: InitialisedParameter) -> None:
+        """Bring the value into the parameter. It stays there until as many `unpin` as `pin`."""
+
+    def unpin(self, parameter: InitialisedParameter) -> None: ...
+
+    def value(self, parameter: InitialisedParameter) -> Tensor:
+        """Return a copy of the value in host memory."""
+
+    def copy_into(self, parameter: InitialisedParameter, into: Tensor) -> None:
+        """Copy the value into `into`, 1-D and contiguous, in the order of memory."""
+
+    def release(self, parameter: InitialisedParameter) -> None:
+        """Make the parameter a plain `nn.Parameter` without a value."""
+
+
+class Place:
     """The place of one parameter's value.
 
     Attributes:
@@ -73,7 +101,7 @@ class _Place:
         gone: runs when the parameter is collected.
     """
 
-    def __init__(self, room: _Room, parameter: nn.Parameter) -> None:
+    def __init__(self, room: Room, parameter: nn.Parameter) -> None:
         self.room = room
         self.parameter = weakref.ref(parameter)
         self.pins = 0
@@ -97,7 +125,7 @@ class InitialisedParameter(nn.Parameter):
     `take` makes it an `nn.Parameter` again.
     """
 
-    _atoll_place: _Place
+    _atoll_place: Place
 
     @classmethod
     def __torch_function__(
@@ -153,11 +181,15 @@ class _Room:
         self._budgets = budgets
         self._file: SpillFile | None = None
         self._lock = threading.RLock()
-        self._present: OrderedDict[int, _Place] = OrderedDict()  # by id; least recently used first
+        self._present: OrderedDict[int, Place] = OrderedDict()  # by id; least recently used first
         self._held = {"host": 0, "device": 0}  # bytes of values, copies included
         self._freed = 0  # bytes, since the allocator was last asked to give them back
         if budgets.disk:
             self._file = SpillFile(budgets.folder, budgets.disk)
+
+    def is_agreed(self, place: Place) -> bool:  # noqa: ARG002
+        """False: each member has made its own values."""
+        return False
 
     @property
     def spilled(self) -> int:
@@ -167,7 +199,7 @@ class _Room:
     def adopt(self, parameter: nn.Parameter) -> None:
         """Make a parameter that has a value an `InitialisedParameter` of this room."""
         with self._lock, torch.no_grad():
-            place = _Place(self, parameter)
+            place = Place(self, parameter)
             self._make_room(parameter.device, place.nbytes)
             parameter.__class__ = InitialisedParameter
             parameter._atoll_place = place  # type: ignore[attr-defined]
@@ -224,7 +256,7 @@ class _Room:
             else:
                 into.copy_(run_of(parameter.data))
 
-    def _read_elsewhere(self, place: _Place, into: Tensor) -> None:
+    def _read_elsewhere(self, place: Place, into: Tensor) -> None:
         if place.copy is not None:
             into.copy_(place.copy)
             return
@@ -243,29 +275,27 @@ class _Room:
             place = parameter._atoll_place
             assert place.gone is not None
             place.gone.detach()
-            del parameter._atoll_place
             self._freed += 0 if place.absent else place.nbytes
             self.forget(place)
-            parameter.data = _no_value(place)
-            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+            end_place(parameter, no_value(place))
             self._give_back()
 
-    def forget(self, place: _Place) -> None:
+    def forget(self, place: Place) -> None:
         """Free the room of a parameter that is gone or released."""
         with self._lock:
             if id(place) in self._present:
                 self._leave(place)
             self._drop_elsewhere(place)
 
-    def _enter(self, place: _Place) -> None:
+    def _enter(self, place: Place) -> None:
         self._present[id(place)] = place
         self._held[_tier(place.device)] += place.nbytes
 
-    def _leave(self, place: _Place) -> None:
+    def _leave(self, place: Place) -> None:
         del self._present[id(place)]
         self._held[_tier(place.device)] -= place.nbytes
 
-    def _drop_elsewhere(self, place: _Place) -> None:
+    def _drop_elsewhere(self, place: Place) -> None:
         if place.copy is not None:
             self._held["host"] -= place.copy.nbytes
             place.copy = None
@@ -297,7 +327,7 @@ class _Room:
             self._freed = 0
             give_back_freed_memory()
 
-    def _evict(self, place: _Place) -> None:
+    def _evict(self, place: Place) -> None:
         """Take the value out of its parameter, unless the parameter is in use or somebody has a view of
         it."""
         parameter = place.parameter()
@@ -316,9 +346,9 @@ class _Room:
             self._leave(place)
             self._freed += place.nbytes if _tier(place.device) == "host" else 0
             place.absent = True
-            parameter.data = _no_value(place)
+            parameter.data = no_value(place)
 
-    def _put_away(self, place: _Place, value: Tensor) -> bool:
+    def _put_away(self, place: Place, value: Tensor) -> bool:
         """Keep `value` where there is room: in host memory if it comes from a device, else on disk. False if
         there is none."""
         host = self._budgets.host
@@ -370,6 +400,42 @@ def init(memory: Memory) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+def leave_in(room: Room, parameter: nn.Parameter, like: Tensor) -> Place:
+    """Let the value of a plain parameter lie in `room` from now on; return its place there.
+
+    Args:
+        like: a tensor of the parameter's shape, strides and dtype.
+    """
+    place = Place(room, parameter)
+    place.shape, place.stride, place.nbytes = tuple(like.shape), tuple(like.stride()), like.nbytes
+    place.absent = True
+    parameter.data = no_value(place)
+    parameter.__class__ = InitialisedParameter
+    parameter._atoll_place = place  # type: ignore[attr-defined]
+    return place
+
+
+def is_agreed(parameter: nn.Parameter) -> bool:
+    """True if all members of a group have the parameter's value already."""
+    if not isinstance(parameter, InitialisedParameter):
+        return False
+    place = parameter._atoll_place
+    return place.room.is_agreed(place)
+
+
+def room_place(parameter: InitialisedParameter) -> Place:
+    """Return the place of the parameter's value."""
+    return parameter._atoll_place
+
+
+def end_place(parameter: InitialisedParameter, value: Tensor) -> None:
+    """Make the parameter a plain `nn.Parameter` with this value."""
+    with AsPlainTensors():
+        del parameter._atoll_place
+        parameter.data = value
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 def take(parameter: nn.Parameter, into: Tensor) -> None:
@@ -463,7 +529,7 @@ def _initialised(value: Any) -> Iterator[InitialisedParameter]:
             yield from _initialised(item)
 
 
-def _no_value(place: _Place) -> Tensor:
+def no_value(place: Place) -> Tensor:
     return _stand_in(place.shape, place.dtype, place.device)
 
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+
+import torch
 
 from atoll.memory.speculation import Speculation
 from atoll.memory.stepping import ChunkStepper
@@ -55,6 +57,20 @@ class ModelSteps:
         finally:
             self._leave()
         self._steps.tell_untold()
+
+    def leave(self, keep: Collection[torch.optim.Optimizer], why: str) -> None:
+        """Leave the optimizers, after all steps. Those in `keep` have states that are read where they lie
+        (`PlainState.leave`); reading a state of another one raises UserError with `why`."""
+        for each in self.steppers:
+            each.restore()
+        try:
+            for each in self.steppers:
+                if any(each.optimizer is kept for kept in keep):
+                    each.state.leave()
+                else:
+                    each.state.lose(why)
+        finally:
+            self._leave()
 
     def abandon(self, why: str) -> None:
         """Leave the optimizers without their state: reading it raises a UserError with `why`."""

@@ -98,6 +98,14 @@ class PlainState:
         self.take_over()
         self._optimizer.state = defaultdict(dict, self._shown.items())
 
+    def leave(self) -> None:
+        """Leave the optimizer states whose tensors are read, in host memory, where they lie when they are
+        used."""
+        self.take_over()
+        self._shown.fill(self._left)
+        shown: Any = self._shown
+        self._optimizer.state = defaultdict(dict, dict.items(shown))  # without a fetch
+
     def lose(self, why: str) -> None:
         """Leave the optimizer without its state: who reads the state gets a UserError with `why`."""
         self._shown.lose(why)
@@ -142,6 +150,14 @@ class PlainState:
             for key, dtype in states.kept(slot).items()
         }
         return {**self._numbers(states, slot), **lazy}
+
+    def _left(self, parameter: nn.Parameter) -> State:
+        states, slot = self._stepped(parameter)
+        lazy = {
+            key: LazyTensor(partial(states.elements, slot, key), parameter.shape, dtype)
+            for key, dtype in states.kept(slot).items()
+        }
+        return {**states.numbers(slot), **lazy}
 
     @uninterrupted
     def _read(self, parameter: nn.Parameter, key: str) -> Tensor:

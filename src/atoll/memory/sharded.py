@@ -24,6 +24,7 @@ from atoll.memory.answers import Answers
 from atoll.memory.engine import in_order_of_use
 from atoll.memory.fitted import Moving
 from atoll.memory.foreign import SharedStates
+from atoll.memory.former import Former
 from atoll.memory.gradients import ModelGradients, TrainedChunk
 from atoll.memory.grouping import ChunkGroups
 from atoll.memory.home import Home, HostHome
@@ -285,6 +286,20 @@ class Sharded(Moving):
             return
         self._until_all_have_it()
         self.let_go(f"{_LEFT} without the whole of it: {why}; {_BEFORE}")
+
+    @interrupts.uninterrupted
+    def leave(self, optimizers: Sequence[torch.optim.Optimizer]) -> Former | None:
+        self._steps.wait_all()
+        self.sync("session.prepare")
+        return super().leave(optimizers)
+
+    def _end_left(self) -> None:
+        self.gradients.left()
+        try:
+            self.sharing.points.agree([], "session.prepare: all members to have the changed model")
+        finally:
+            self.sharing.close()
+            super()._end_left()
 
     def _plain_bytes(self) -> int:
         there = 0 if self._there is None else self._aside - self._there.nbytes  # without gradients

@@ -429,6 +429,15 @@ class SharedGradients(ModelGradients):
         del payloads  # `sharing` is the payloads
         return _SharedChunk(trained, self._sharing, steps, leaving)
 
+    def leave(self) -> list[tuple[nn.Parameter, Callable[[], Tensor]]]:
+        """Remove the hooks; return what has a gradient (`ModelGradients.leave`).
+
+        It follows a sync point, and no member drops a mean before all have read it.
+        """
+        for each in self._chunks.values():
+            each.is_stepped = False
+        return super().leave()
+
     def for_others(self, chunk: int) -> Tensor:
         """Return a copy of this member's part of a chunk's mean, as the latest sync point has left it."""
         if chunk not in self._chunks:

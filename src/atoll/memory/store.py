@@ -278,6 +278,14 @@ class PayloadStore:
         if self.disk is not None:
             self.disk.close(self._seconds)
 
+    def discard(self) -> None:
+        """End both tiers: the payloads are gone."""
+        self.close()
+        with self._lock:
+            self._payloads.clear()
+            self._leaving.clear()
+            self.host.release()
+
     def _make_resident(self, payload: _Payload, *, writes: bool, overwrites: bool) -> None:
         """Bring a payload into the host, or start it on its way (`payload.transfers`). The caller holds the
         lock."""

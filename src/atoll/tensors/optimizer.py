@@ -445,7 +445,7 @@ class ParameterOptimizer:
         """Return an empty context: a load by the session needs no preparation."""
         return nullcontext()
 
-    def give_back(self, _lacks_room: Callable[[int], str] = lambda _nbytes: "") -> None:
+    def give_back(self, *_: Any, **__: Any) -> None:
         """Do nothing: the state has never left."""
 
     def _leave_out(self) -> None:
@@ -535,13 +535,18 @@ class RemoteOptimizer(ParameterOptimizer):
             self.optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: take(state_dict))
         )
 
-    def give_back(self, lacks_room: Callable[[int], str] = lambda _nbytes: "") -> None:
+    def give_back(
+        self,
+        lacks_room: Callable[[int], str] = lambda _nbytes: "",
+        read: Callable[[Any], Any] = read_whole,
+    ) -> None:
         """Bring the optimizer's state here, so that the script may go on with a plain optimizer.
 
         Args:
             lacks_room: returns the reason why this worker has no room for a state of that many bytes, or "".
                 Without room the state stays away, and a warning gives the reason when the script uses the
                 optimizer.
+            read: returns what is kept here of each value of the state, given that value, which may be lazy.
         """
         self._show()
         states = self.optimizer.state
@@ -552,7 +557,7 @@ class RemoteOptimizer(ParameterOptimizer):
             return
         for state in states.values():
             for key, value in state.items():
-                state[key] = read_whole(value)
+                state[key] = read(value)
         self._is_back = True
 
     def close(self) -> None:
@@ -702,7 +707,7 @@ class ChunkOptimizer:
         """Return an empty context: a load by the session needs no preparation."""
         return nullcontext()
 
-    def give_back(self, _lacks_room: Callable[[int], str] = lambda _nbytes: "") -> None:
+    def give_back(self, *_: Any, **__: Any) -> None:
         """Do nothing: the state has never left."""
 
     def save(self, into: Sequence[SavedState] = ()) -> list[SavedState]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
+from atoll.tensors.lazy import read_whole
 from atoll.tensors.optimizer import ChunkOptimizer, ParameterOptimizer
 
 
@@ -27,10 +29,14 @@ class Steppers:
                 loads.enter_context(each.loading())
             yield
 
-    def give_back(self, lacks_room: Callable[[int], str] = lambda _nbytes: "") -> None:
-        """Bring the optimizers' state here, as far as it has left."""
+    def give_back(
+        self,
+        lacks_room: Callable[[int], str] = lambda _nbytes: "",
+        read: Callable[[Any], Any] = read_whole,
+    ) -> None:
+        """Bring the optimizers' state here, as far as it has left (`RemoteOptimizer.give_back`)."""
         for each in self._steppers:
-            each.give_back(lacks_room)
+            each.give_back(lacks_room, read)
 
     def restore(self) -> None:
         """Undo what failing steps left behind."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -36,13 +36,20 @@ def describe(
     step: str | None = None,
     bf16: str | None = None,
     has_budgets: bool = False,
+    known: Mapping[str, nn.Parameter] | None = None,
 ) -> Description:
     """Return this worker's description. Of an optimizer's state it has only the number of parameters with
-    state."""
+    state.
+
+    `known` are the model's parameters when it was prepared before; None: it was not.
+    """
+    old = None if known is None else set(map(id, known.values()))
+    new = {name for name, each in model.named_parameters() if old is not None and id(each) not in old}
     parameters = {
         spec.name: f"{spec.shape} {spec.dtype}{'' if spec.trainable else ', frozen'}"
         + _in_group(spec.settings)
         + (", of sparse gradients" if spec.feature == SPARSE else "")
+        + (", new in the model" if spec.name in new else "")
         for spec in specs
     }
     buffers = {name: f"{tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()}

@@ -7,6 +7,7 @@ them through their common interfaces, and never asks for their kind.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -87,8 +88,7 @@ class Runtime:
         meter: measures iterations.
         strategy: reduces a model's gradients and steps the model.
         source: makes samplers.
-        make_tiers: makes the place of a model in budgets, given the budgets and the model's number in the
-            session.
+        make_tiers: makes the place of a model in budgets, given the budgets.
         tell_of_start: records the choices with which the worker begins.
         own_group: returns the group to which this worker belongs now.
         contributor: returns the names of the workers that contribute as one with this one now.
@@ -119,7 +119,7 @@ class Runtime:
     meter: Meter
     strategy: Strategy
     source: SamplerSource
-    make_tiers: Callable[[Memory, int], Tiers]
+    make_tiers: Callable[[Memory], Tiers]
     tell_of_start: Callable[[], None]
     own_group: Callable[[], Group]
     contributor: Callable[[], Sequence[int]]
@@ -208,7 +208,7 @@ class Runtime:
         """
         memory = config.memory if given is None and config.memory.is_given else given
         check("prepare", self.choices(config, given, **facts))
-        return None if memory is None else self.make_tiers(memory, len(self.state.prepared))
+        return None if memory is None else self.make_tiers(memory)
 
 
 def compose(config: Config, place: Place, member: RunMembership) -> Runtime:
@@ -302,13 +302,15 @@ def _with_ring(config: Config, place: Place, device: torch.device, member: HubRi
             records.tell_of_order(order)
         records.tell_of_confirmations(ring)
 
-    def make_tiers(memory: Memory, number: int) -> Tiers:
+    meetings = itertools.count()  # of members, for a model or for one that has changed
+
+    def make_tiers(memory: Memory) -> Tiers:
         if ring is None or summing is None:
             return Tiers(memory, None, around=around)
         groups = () if hierarchy is None else hierarchy.ranks
         return Tiers(
             memory,
-            lambda: WorkerMembers(summing.place, timeout, number, groups, summing),
+            lambda: WorkerMembers(summing.place, timeout, next(meetings), groups, summing),
             of_group="" if summing is ring and hierarchy is None else " in its group",
             ring=summing,
             around=around,
@@ -399,7 +401,7 @@ def _with_peers(config: Config, device: torch.device, node: NodeWorker) -> Runti
         meter=Meter(device, workers, state),
         strategy=peers,
         source=NodesData(state, peers, config.sync.least),
-        make_tiers=lambda memory, _number: LentTiers(memory, config, peers, node, workers),
+        make_tiers=lambda memory: LentTiers(memory, config, peers, node, workers),
         tell_of_start=lambda: NodeNews(node, records).begin(config),
         own_group=partial(of_node, node, state),
         contributor=lambda: node.introduction.workers_of(node.node),
@@ -507,7 +509,7 @@ def _with_shards(config: Config, place: Place, device: torch.device, service: Se
         meter=meter,
         strategy=served,
         source=source,
-        make_tiers=lambda memory, _number: ServedTiers(memory, served, config),
+        make_tiers=lambda memory: ServedTiers(memory, served, config),
         tell_of_start=tell_of_start,
         own_group=own_group,
         contributor=partial(_contributor, workers, ring),

@@ -22,6 +22,7 @@ from atoll.memory.sharded import Sharded
 from atoll.tensors.bf16 import Float32Steps, Precision, check_precision
 from atoll.tensors.binding import BoundChunk, check_bindable, specs_of
 from atoll.tensors.clipping import check_max_norm
+from atoll.tensors.lazy import read_whole
 from atoll.tensors.optimizer import CHANGE_BEFORE, PREPARE_AGAIN
 from atoll.tensors.shardoptimizer import own_path
 from atoll.tensors.stepunit import Unit
@@ -211,6 +212,7 @@ class Prepared:
             step=step,
             bf16=bf16,
             has_budgets=tiers is not None,
+            known=None if former is None else former.parameters,
         )
         check_same(workers, described)
         float32 = None if precision is None else _float32_steps(precision, self.parameters, workers)
@@ -224,6 +226,8 @@ class Prepared:
         in_tiers = None if tiers is None else tiers.strategy(self.module, optimizers)
         if tiers is not None and in_tiers is not None:
             lies, strategy = tiers, in_tiers
+        elif former is not None and former.tiers is not None:
+            former.tiers.give_back(optimizers)
         self.tiers, self._strategy = tiers, strategy
         self.chunk_map, self.chunks = lies.bind(specs, self.parameters, config.chunk_bytes)
         self._homes = list(_homes(self.module, self.parameters))
@@ -367,10 +371,11 @@ class Prepared:
         else:
             self.stepper.give_back(self.tiers.lacks_room if self.tiers is not None else lambda _: "")
 
-    def leave(self) -> None:
-        """Make room for the model as it is now: its optimizers keep their state, and step plainly.
+    def leave(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Make room for the model as it is now, which `optimizers` step: its optimizers keep their state, and
+        step plainly.
 
-        Raises PrepareError between a backward and its step.
+        What lies in tiers is read there until `left`. Raises PrepareError between a backward and its step.
         """
         if self.reducer.unsent or (self.reducer.reduced and self.reducer.watch.has_values()):
             raise PrepareError(
@@ -378,15 +383,27 @@ class Prepared:
                 "step, on every worker"
             )
         if self.steps_elsewhere:
-            self.stepper.give_back()
-        self.close()
+            self.stepper.give_back(read=read_whole if self.tiers is None else self.tiers.reads_states)
+        self._take_hooks_off()
+        if self.tiers is not None:
+            self.tiers.leave(optimizers)
         self._backward.remove(self.reducer)
+
+    def left(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """End what `leave` has left: the changed model, which `optimizers` step, is prepared."""
+        if self.tiers is not None:
+            self.tiers.left(optimizers)
 
     def close(self) -> None:
         """Take the hooks off the model; its parameters and gradients stay where they are.
 
         Parts of the model that other members hold are out of reach afterwards.
         """
+        self._take_hooks_off()
+        if self.tiers is not None:
+            self.tiers.close()
+
+    def _take_hooks_off(self) -> None:
         self._closed = True
         self._hooks.close()
         self._growth.close()
@@ -400,8 +417,6 @@ class Prepared:
         self._late_steps.close()
         self.reducer.close()
         self.stepper.close()
-        if self.tiers is not None:
-            self.tiers.close()
 
     @property
     def _shared(self) -> Sharded | None:

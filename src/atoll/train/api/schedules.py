@@ -39,11 +39,19 @@ class Schedules:
         self._watches: dict[int, ScheduleWatch] = {}  # by the optimizer's id
 
     def watch(self, prepared: Prepared) -> None:
-        """Watch the schedulers that the script steps on this model's optimizers."""
+        """Watch the schedulers that the script steps on this model's optimizers.
+
+        Optimizers that step no model any more are watched no longer.
+        """
+        present = {id(optimizer) for each in self._state.prepared for optimizer in each.optimizers}
+        self._watches = {key: watch for key, watch in self._watches.items() if key in present}
         for optimizer in prepared.optimizers:
             if id(optimizer) not in self._watches:  # the model may be prepared again
                 watch = ScheduleWatch(optimizer, self._name, schedulers_of, self._records.warn_once)
                 self._watches[id(optimizer)] = watch
+                for schedule in self._state.schedules:
+                    if schedule.optimizer is optimizer:
+                        watch.let_go(schedule.scheduler)
 
     def add(self, scheduler: Any, total: float, steps: int | None) -> None:
         """Drive a scheduler by samples, as documented at `Session.schedule`."""

@@ -241,7 +241,7 @@ class Session:
             tiers = runtime.tiers(self.config, memory, again=former is not None, **facts)
             if former is not None:
                 self._collectives.refresh("session.prepare")
-                former.leave()
+                former.leave(optimizers)
             if average is not None:
                 average.begin(optimizers)
             prepared = Prepared(
@@ -268,6 +268,8 @@ class Session:
                 may_change=may_change,
                 former=former,
             )
+            if former is not None:
+                former.left(optimizers)
         self._models.put(prepared, former)
         self._schedules.watch(prepared)
         if runtime.member is not None:

@@ -6,7 +6,7 @@ A worker alone holds all of it. The members of a ring, or of each group of a hie
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import torch
@@ -20,12 +20,15 @@ from atoll.core.units import format_bytes
 from atoll.memory.agreeing import BatchEpochs
 from atoll.memory.exchanged import Exchanged
 from atoll.memory.fit import Fitted, fit, fit_exchanged, fit_shared, plan, plan_exchanged
+from atoll.memory.former import Aside, Former
+from atoll.memory.initialising import is_agreed
 from atoll.memory.over import features_of
 from atoll.memory.planning import specs_for
 from atoll.memory.sharded import Sharded
 from atoll.moves.owners import Groups
 from atoll.moves.search import MemoryPlan
 from atoll.tensors.binding import BoundChunk
+from atoll.tensors.lazy import read_whole
 from atoll.tensors.optimizer import ParameterOptimizer
 from atoll.train.gradients.agreement import refuse_beyond, take_beside, tell_beside
 from atoll.train.gradients.apart import take_from_groups
@@ -79,6 +82,7 @@ class Tiers:
         self._plan: MemoryPlan | None = None  # known once the members are, or None
         self.fitted: Fitted | None = None
         self.shared: Sharded | None = None  # the model, where several members hold it together
+        self._left: Former | None = None  # what is still to be taken of a model that has changed
 
     def strategy(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Strategy | None:
         """Return the strategy that trains the model in chunks; None if all of the model fits on each member's
@@ -114,8 +118,8 @@ class Tiers:
         features = features_of(module)
         for chunk in chunks:
             for name, parameter in zip(chunk.names, chunk.parameters, strict=True):
-                # One by one: memory may not hold all at once.
-                take_from_groups(workers, parameter, self._groups_of(features.get(name, "")))
+                if not is_agreed(parameter):  # one by one: memory may not hold all at once
+                    take_from_groups(workers, parameter, self._groups_of(features.get(name, "")))
 
     def fit(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], epochs: BatchEpochs) -> None:
         """Let the model train in chunks from now on; `epochs` gives the batches' epochs."""
@@ -183,12 +187,37 @@ class Tiers:
         Without members, give the model back as a plain one if there is room. Otherwise it stays in tiers; but
         a model that is stepped elsewhere is let go of.
         """
-        if self.shared is not None:
+        if self._left is not None:
+            self._left.abandon()
+        elif self.shared is not None:
             self.shared.abandon()
         elif self._members is not None:
             self._members.close()
         elif self.fitted is not None:
             self.fitted.end(stays=self._steps_here)
+
+    def leave(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Let the model be prepared anew, with these optimizers, since it has changed. Its values and states
+        can be read until `left`."""
+        fitted, self.fitted, self.shared = self.fitted, None, None
+        if fitted is not None:
+            self._left = fitted.leave(optimizers)
+
+    @property
+    def reads_states(self) -> Callable[[Any], Any]:
+        """What keeps each value of states that come from elsewhere while the model is prepared anew."""
+        return read_whole if self.fitted is None else Aside(self._memory.budgets()).keep
+
+    def give_back(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Make the model that was left plain, with the states of these optimizers."""
+        if self._left is not None:
+            self._left.give_back(optimizers)
+
+    def left(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """End what `leave` has left: the changed model, which these optimizers step, is prepared."""
+        left, self._left = self._left, None
+        if left is not None:
+            left.close(optimizers)
 
     def describe(self) -> list[tuple[str, str, str]]:
         """Return the decisions, each with its name, the choice and the reason.

@@ -70,7 +70,7 @@ class WorkerMembers:
         Args:
             place: this worker's place among the members.
             timeout: the deadline of each wait, in seconds.
-            number: the model's number in its session.
+            number: tells the connections of these members from those of other models of the session.
             replicas: the ranks of each group, if sums are to go group by group.
             ring: the ring of the members, if any.
         """
