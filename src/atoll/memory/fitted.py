@@ -21,7 +21,7 @@ from atoll.memory.arena import Arena
 from atoll.memory.disk import PAGE, DiskFile
 from atoll.memory.engine import Engine, in_order_of_use
 from atoll.memory.former import Former
-from atoll.memory.gradients import ModelGradients, TrainedChunk
+from atoll.memory.gradients import Had, ModelGradients, TrainedChunk
 from atoll.memory.home import Home, HostHome
 from atoll.memory.initialising import spilled_bytes, take
 from atoll.memory.modelsteps import ModelSteps
@@ -71,14 +71,9 @@ class Fitted:
         return []
 
     @property
-    def had_sparse(self) -> bool:
-        """True if a gradient of this worker's was sparse, and is stepped in its dense form."""
-        return False
-
-    @property
-    def had_graphs(self) -> bool:
-        """True if a gradient of this worker's carried a graph, which lies outside the budgets."""
-        return False
+    def had(self) -> Had:
+        """What this worker's gradients were so far."""
+        return Had()
 
     def stats(self) -> MemoryFigures:
         """Budgets, peaks and moves since the beginning."""
@@ -265,12 +260,8 @@ class Moving(Fitted):
             raise
 
     @property
-    def had_sparse(self) -> bool:
-        return self.gradients.had_sparse
-
-    @property
-    def had_graphs(self) -> bool:
-        return self.gradients.had_graphs
+    def had(self) -> Had:
+        return self.gradients.had
 
     # Overridden for a group of members (memory/sharded.py), or a model that is stepped elsewhere
     # (memory/lent.py, memory/exchanged.py).
@@ -493,17 +484,16 @@ class Moving(Fitted):
         gradients = self.gradients.leave()
         if self._there is not None:
             self._there.close()
-        chunks = self.engine.chunks.values()
-        return Former(self.engine.home, chunks, gradients, self._end_left, self._part_left)
+
+        def part() -> None:  # after an error: what the tiers held is gone
+            self._part()
+            self._store.discard()
+
+        return Former(self.engine.home, self.engine.chunks.values(), gradients, self._end_left, part)
 
     def _end_left(self) -> None:
         """End the tiers, when all that they held was taken."""
         self.gradients.left()
-        self._store.discard()
-
-    def _part_left(self) -> None:
-        """End the tiers after an error. What they held is gone."""
-        self._part()
         self._store.discard()
 
     def lacks_room(self, state: int = 0) -> str:

@@ -13,7 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,12 @@ _GONE = (
 )
 
 
+class _OldTiers(NamedTuple):
+    home: Home
+    end: Callable[[], None]
+    part: Callable[[], None]
+
+
 class Former:
     """The old tiers as the room of the parameters that lie there (`initialising.Room`).
 
@@ -62,7 +68,7 @@ class Former:
         end: Callable[[], None],
         part: Callable[[], None],
     ) -> None:
-        self._home, self._end, self._part = home, end, part
+        self._old = [_OldTiers(home, end, part)]  # empty once they have ended: parameters outlive them
         self._at: dict[Place, tuple[TrainedChunk, int]] = {}  # places whose value lies in the old tiers
         self._versions: dict[Place, int] = {}  # of parameters with their value, as it was brought
         for each in chunks:
@@ -138,7 +144,7 @@ class Former:
         if place not in self._at:
             raise UserError(_GONE)
         each, slot = self._at[place]
-        with self._home.values(each) as values:
+        with self._old[0].home.values(each) as values:
             into.copy_(each.run(values, slot))
 
     def release(self, parameter: InitialisedParameter) -> None:
@@ -180,7 +186,7 @@ class Former:
         self._versions.clear()
         for optimizer in optimizers:
             _read_states(optimizer)
-        self._end()
+        self._old.pop().end()
 
     def _read_gradients(self) -> None:
         """Make gradients plain that new tiers have not taken."""
@@ -195,7 +201,7 @@ class Former:
         """End this member's part of the old tiers, after an error. Values that lie there are gone."""
         self._at.clear()
         self._versions.clear()
-        self._part()
+        self._old.pop().part()
 
 
 class Aside:

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -40,6 +41,19 @@ from atoll.tensors.torch_compat import (
 )
 
 _GRAD: Any = torch.Tensor.grad  # autograd's own, whatever a parameter's class makes of `grad`
+
+
+@dataclass
+class Had:
+    """What this worker's gradients were so far.
+
+    Attributes:
+        sparse: one was sparse; in a chunk it is dense.
+        graphs: one carried a graph, which lies outside the budgets.
+    """
+
+    sparse: bool = False
+    graphs: bool = False
 
 
 class TrainedChunk:
@@ -109,7 +123,10 @@ class GradientSlot:
 
     def see(self) -> Tensor:
         """Return what the script sees as `p.grad`: a tensor if it carries a graph, else the proxy."""
-        return self.keep() if self._index in self._chunk.graphs else self.show()
+        chunk, kept = self._chunk, self._chunk.kept.get(self._index)
+        if kept is not None and not kept.requires_grad:  # detached, as by zero_grad(set_to_none=False)
+            chunk.graphs.pop(self._index, None)
+        return self.keep() if self._index in chunk.graphs else self.show()
 
     @contextmanager
     def lend(self, *, overwrites: bool = False) -> Iterator[Tensor]:
@@ -441,8 +458,7 @@ class ModelGradients:
             for index, parameter in enumerate(each.trained.parameters)
         }
         self._measures: float | None = None  # the order of the norm that is taken of arriving gradients
-        self.had_sparse = False  # a gradient was sparse; in a chunk it is dense
-        self.had_graphs = False  # a gradient carried a graph, which lies outside the budgets
+        self.had = Had()
         self.latest_norm: Tensor | None = None  # the latest global norm, before clipping
         self._handles = []
         for each, index in self._places.values():
@@ -487,7 +503,7 @@ class ModelGradients:
         function that reads a copy of it, until `left`."""
         for handle in self._handles:
             handle.remove()
-        found = []
+        found: list[tuple[nn.Parameter, Callable[[], Tensor]]] = []
         for each, index in self._places.values():
             each.arrive()
             if each.present[index]:
@@ -728,10 +744,10 @@ class ModelGradients:
         Raises UserError for one that cannot.
         """
         check_summable(name, gradient)
-        self.had_graphs |= gradient.requires_grad
+        self.had.graphs |= gradient.requires_grad
         if not gradient.is_sparse:
             return gradient
-        self.had_sparse = True
+        self.had.sparse = True
         return gradient.to_dense()
 
 

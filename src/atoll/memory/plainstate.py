@@ -154,7 +154,9 @@ class PlainState:
     def _left(self, parameter: nn.Parameter) -> State:
         states, slot = self._stepped(parameter)
         lazy = {
-            key: LazyTensor(partial(states.elements, slot, key), parameter.shape, dtype)
+            key: LazyTensor(
+                partial(states.elements, slot, key), parameter.shape, states.trained.dtype_of(slot, dtype)
+            )
             for key, dtype in states.kept(slot).items()
         }
         return {**states.numbers(slot), **lazy}

@@ -41,6 +41,7 @@ from atoll.tensors.modulehooks import LeftBehind
 from atoll.tensors.torch_compat import is_loaded_itself
 
 _LEFT = "the workers held this model between them, and this one has left them"
+_ALL_HAVE_IT = "close(): all members to have the whole model"
 _BEFORE = "read or save its values before that, inside the block of `with`"
 
 
@@ -99,6 +100,10 @@ class Sharded(Moving):
 
     def _hold(self, chunks: Sequence[TrainedChunk]) -> None:
         assert self.plan.holding is not None
+        grouping, groups = None, self.chunk_map.groups
+        if self.plan.share is not None:
+            features = [groups[each.chunk.group].feature for each in chunks]
+            grouping = ChunkGroups(self.plan.share, features)
         self.sharing = Sharing(
             self._members,
             [each.chunk for each in chunks],
@@ -107,14 +112,8 @@ class Sharded(Moving):
             self._store,
             self.plan.staging_bytes,
             self._moved,
-            self._grouping(chunks),
+            grouping,
         )
-
-    def _grouping(self, chunks: Sequence[TrainedChunk]) -> ChunkGroups | None:
-        if self.plan.share is None:
-            return None
-        groups = self.chunk_map.groups
-        return ChunkGroups(self.plan.share, [groups[each.chunk.group].feature for each in chunks])
 
     def _gradients_of(
         self, trained: Sequence[TrainedChunk], beside: Mapping[int, nn.Parameter]
@@ -284,7 +283,7 @@ class Sharded(Moving):
         if not why:
             super().close()
             return
-        self._until_all_have_it()
+        self.sharing.points.agree([], _ALL_HAVE_IT)
         self.let_go(f"{_LEFT} without the whole of it: {why}; {_BEFORE}")
 
     @interrupts.uninterrupted
@@ -306,12 +305,9 @@ class Sharded(Moving):
         values = sum(each.chunk.extent * each.dtype.itemsize for each in self.engine.chunks.values())
         return values + there + (0 if self._stepping is None else self._stepping.state_bytes())
 
-    def _until_all_have_it(self) -> None:
-        self.sharing.points.agree([], "close(): all members to have the whole model")
-
     def _end(self) -> None:
         try:
-            self._until_all_have_it()
+            self.sharing.points.agree([], _ALL_HAVE_IT)
         finally:
             self.sharing.close()
             super()._end()

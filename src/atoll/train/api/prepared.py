@@ -33,7 +33,6 @@ from atoll.tensors.torch_compat import (
     count_unscaling,
     forget_scale,
     infinity_left_to,
-    is_within_backward,
     is_within_functional_call,
     own_parameters,
     scale_of,
@@ -228,7 +227,8 @@ class Prepared:
             lies, strategy = tiers, in_tiers
         elif former is not None and former.tiers is not None:
             former.tiers.give_back(optimizers)
-        self.tiers, self._strategy = tiers, strategy
+        self.tiers: Tiers | None = tiers
+        self._strategy = strategy
         self.chunk_map, self.chunks = lies.bind(specs, self.parameters, config.chunk_bytes)
         self._homes = list(_homes(self.module, self.parameters))
         self._growth = Growth(self.module)
@@ -463,9 +463,6 @@ class Prepared:
             )
         )
         self.reducer.sum.clipped(max_norm, norm_type)
-        return self._tell_norm(norm)
-
-    def _tell_norm(self, norm: Tensor) -> Tensor:
         if self.tiers is not None and self.tiers.fitted is not None:
             self.tiers.fitted.gradient_norm = norm
         return norm
@@ -530,19 +527,18 @@ class Prepared:
                 forget_scale(each.optimizer)
         self.samples.use(alike=self.reducer.count_alike)
         self._batches.whole()
-        if self._looks_for_sparse and self._have_sparse():
+        fitted = None if self.tiers is None else self.tiers.fitted
+        if self._looks_for_sparse and (
+            self.reducer.sum.gradients.have_sparse(self._trained_chunks)
+            if fitted is None
+            else fitted.had.sparse
+        ):
             self._looks_for_sparse = False  # no layer has announced them
             for optimizer in self.optimizers:
                 self._check_sparse(optimizer)
-        if self.tiers is not None and self.tiers.fitted is not None and self.tiers.fitted.had_graphs:
+        if fitted is not None and fitted.had.graphs:
             self._tells.warn_once("graphs", _GRAPHS)
         return 0.0 if repeats else group_samples
-
-    def _have_sparse(self) -> bool:
-        """True if a gradient of this worker's came sparse."""
-        if self.tiers is not None and self.tiers.fitted is not None:
-            return self.tiers.fitted.had_sparse
-        return self.reducer.sum.gradients.have_sparse(self._trained_chunks)
 
     def _follows(self, of: StepSet) -> bool:
         """True if an optimizer is left to step gradients that another optimizer has stepped already."""
@@ -550,7 +546,8 @@ class Prepared:
 
     def before_unscaling(self, of: StepSet) -> None:
         """Reduce before a GradScaler looks for infinities, also on a worker without a batch."""
-        self._check_is_after_backward(f"GradScaler.unscale_ of {type(of.optimizer).__name__}")
+        if self._others:
+            self._late_steps.check_is_after_backward(f"GradScaler.unscale_ of {type(of.optimizer).__name__}")
         if self.reducer.synchronous and not self._closed and not self._follows(of):
             self.reducer.before_step()
 
@@ -573,7 +570,8 @@ class Prepared:
                 f"{type(of.optimizer).__name__}.step() was called inside a piece of session.pieces, when "
                 "gradients of the batch's other pieces are missing; call it after the loop over the pieces"
             )
-        self._check_is_after_backward(f"{type(of.optimizer).__name__}.step()")
+        if self._others:
+            self._late_steps.check_is_after_backward(f"{type(of.optimizer).__name__}.step()")
         new = self._growth.find(self.parameters)
         if new and self._others:
             raise PrepareError(
@@ -598,13 +596,6 @@ class Prepared:
             self.reducer.before_step()
         if len(self.sets) > 1:
             self.reducer.sum.steps_by(self.sets.index(of), of.follows)
-
-    def _check_is_after_backward(self, what: str) -> None:
-        if self._others and is_within_backward() and not self._late_steps.are_made:
-            raise PrepareError(
-                f"{what} was called within backward, when the mean over the workers is not there yet; call "
-                "it after backward, or step each parameter by an optimizer of its own (docs/from-ddp.md)"
-            )
 
     def accepts(self, of: StepSet, gradients: Sequence[Tensor]) -> bool:
         """Return True if the step is to be made, by the policy `sync.nonfinite`.

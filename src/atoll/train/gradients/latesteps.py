@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from atoll.core.errors import UserError
+from atoll.core.errors import PrepareError, UserError
 from atoll.memory.proxies import edits_of
 from atoll.tensors.torch_compat import is_within_backward, note_step, version_of
 
@@ -88,6 +88,14 @@ class LateSteps:
         """Forget the steps of a backward that raised."""
         self._waiting.clear()
         self._left_out.clear()
+
+    def check_is_after_backward(self, what: str) -> None:
+        """Raise PrepareError within a backward, unless steps that have waited are made."""
+        if is_within_backward() and not self.are_made:
+            raise PrepareError(
+                f"{what} was called within backward, when the mean over the workers is not there yet; call "
+                "it after backward, or step each parameter by an optimizer of its own (docs/from-ddp.md)"
+            )
 
     def check(self, synchronous: bool) -> None:
         """Look at the steps that wait, at the end of a backward, before its gradients are reduced.

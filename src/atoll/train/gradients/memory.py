@@ -199,9 +199,9 @@ class Tiers:
     def leave(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Let the model be prepared anew, with these optimizers, since it has changed. Its values and states
         can be read until `left`."""
-        fitted, self.fitted, self.shared = self.fitted, None, None
-        if fitted is not None:
-            self._left = fitted.leave(optimizers)
+        if self.fitted is not None:
+            self._left = self.fitted.leave(optimizers)
+            self.fitted = self.shared = None  # if it raised, they end as after any error
 
     @property
     def reads_states(self) -> Callable[[Any], Any]:
