@@ -120,6 +120,52 @@ def test_from_disk_to_disk(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+class Waves(nn.Module):
+    """Layers of complex weights between real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.first, self.last = nn.Linear(32, 24).double(), nn.Linear(24, 4).double()
+        turns = [torch.randn(24, 24, dtype=torch.complex128, generator=generator) / 5 for _ in range(4)]
+        self.turns = nn.ParameterList(turns)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).to(torch.complex128)
+        for turn in self.turns:
+            x = x @ turn
+        out: Tensor = self.last(x.real + x.imag)
+        return out
+
+
+def train_waves(session: atoll.Session | None, amsgrad: bool, world: int = 1) -> list[list[Tensor]]:
+    """Complex weights, and a layer that is unfrozen later; without a session in plain torch, for all."""
+    torch.manual_seed(0)
+    net = Waves()
+    net.last.requires_grad_(False)
+    optimizer, found = Adam(net.parameters(), lr=0.01, amsgrad=amsgrad), []
+    if session is not None:
+        session.prepare(net, optimizer)
+    for step in range(STEPS):
+        if step == AT[0]:
+            net.last.requires_grad_(True)
+            if session is not None:
+                session.prepare(net, optimizer)
+        for rank in range(world) if session is None else [session.rank]:
+            (net(batch(rank, step)).square().mean() / (world if session is None else 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(seen(net, optimizer))
+    return found
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_complex_states_go_on(pool: WorkerPool, amsgrad: bool) -> None:
+    check(alone(train_waves, amsgrad, tiers=True), train_waves(None, amsgrad))
+    for found in run_at(pool, "tiers", train_waves, amsgrad, world=WORLD):
+        check(found, train_waves(None, amsgrad, WORLD))
+
+
 @pytest.mark.parametrize("sharding", ["symmetric", "asymmetric"])
 def test_members_values_and_states_equal_plain_torch(pool: WorkerPool, sharding: str) -> None:
     config = KINDS["tiers"]
