@@ -178,7 +178,8 @@ def check(found: list[list[Tensor]], right: list[list[Tensor]], tolerance: float
         for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             assert (a.shape, a.dtype) == (b.shape, b.dtype)
             off = float((a - b).abs().max()) if a.numel() else 0.0
-            assert off <= tolerance, f"step {step}, tensor {number}: {off:.3g}"
+            size = float(b.abs().max()) if b.numel() else 0.0  # a norm of type 0.5 is large
+            assert off <= tolerance * max(1.0, size), f"step {step}, tensor {number}: {off:.3g}"
 
 
 @DTYPES

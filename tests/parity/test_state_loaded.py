@@ -174,6 +174,7 @@ def apart(session: atoll.Session, how: str, more: int) -> list[Any]:
         net.load_state_dict(held)
     optimizer.load_state_dict(state)
     begun = [values(net), copy.deepcopy(optimizer.state_dict())]
+    session.barrier()  # else the other worker's next steps may be seen
     loop(net, [optimizer], [session.rank], range(3))
     session.barrier()
     return [*begun, values(net)]

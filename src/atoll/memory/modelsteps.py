@@ -58,6 +58,12 @@ class ModelSteps:
             self._leave()
         self._steps.tell_untold()
 
+    def take_over(self) -> None:
+        """Take what the script has changed in the optimizers' states, after all steps."""
+        for each in self.steppers:
+            each.restore()
+            each.state.take_over()
+
     def leave(self, keep: Collection[torch.optim.Optimizer], why: str) -> None:
         """Leave the optimizers, after all steps. Those in `keep` have states that are read where they lie
         (`PlainState.leave`); reading a state of another one raises UserError with `why`."""

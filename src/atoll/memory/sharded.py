@@ -289,6 +289,8 @@ class Sharded(Moving):
     @interrupts.uninterrupted
     def leave(self, optimizers: Sequence[torch.optim.Optimizer]) -> Former | None:
         self._steps.wait_all()
+        if self._stepping is not None:
+            self._stepping.take_over()  # before any member reads what another one's states are
         self.sync("session.prepare")
         return super().leave(optimizers)
 

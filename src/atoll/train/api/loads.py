@@ -29,6 +29,7 @@ from atoll.train.api.stepset import StepSet
 from atoll.train.members.meetings import bytes_of
 
 LOAD = "optimizer.load_state_dict"
+_OR = "or go on from a checkpoint (session.load, session.resume)"
 
 
 class StateLoads:
@@ -107,7 +108,7 @@ class StateLoads:
                 part = "param_groups" if its[0] != told[0][1][0] else "state"
                 raise UserError(
                     f"{LOAD}: worker {rank} loads other {part} than worker {ranks[0]}; load the same "
-                    "state_dict on every worker"
+                    f"state_dict on every worker, {_OR}"
                 )
         if not any(each[2] for each in told):
             self._collectives.take_newest()
@@ -117,7 +118,7 @@ class StateLoads:
                 raise UserError(
                     f"{LOAD}: the script has written other values into parameters on worker {rank} than on "
                     f"worker {ranks[0]}, and they go along with the state; write equal values on every "
-                    "worker, after session.barrier() if not into all parameters"
+                    f"worker, after session.barrier() if not into all parameters, {_OR}"
                 )
 
 
