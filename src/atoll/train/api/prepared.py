@@ -594,6 +594,7 @@ class Prepared:
             self.reducer.before_step(follows=True)
         else:
             self.reducer.before_step()
+        self.reducer.sum.gradients.drop_graphs()
         if len(self.sets) > 1:
             self.reducer.sum.steps_by(self.sets.index(of), of.follows)
 

@@ -341,7 +341,6 @@ class RingSum(GroupSum):
             self._treatments.followed()
         else:
             self._treatments.steps()
-        self.gradients.drop_graphs()
 
     def steps_by(self, place: int, follows: bool) -> None:
         self._treatments.steps_by(place, follows)
