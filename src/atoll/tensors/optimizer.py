@@ -509,7 +509,7 @@ class RemoteOptimizer(ParameterOptimizer):
             optimizer.register_state_dict_pre_hook(lambda _: self._show()),
             optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: self._before_load(state_dict)),
             optimizer.register_load_state_dict_post_hook(lambda _: self._after_load()),
-            ShownInModes(optimizer, self._show),
+            ShownInModes(optimizer, self._show, self._forget),
         ]
 
     @contextmanager
@@ -523,6 +523,7 @@ class RemoteOptimizer(ParameterOptimizer):
             self._is_loading = False
 
     def _before_load(self, state_dict: State) -> State:
+        self.restore()
         return state_dict if self._is_loading else self._hooks.begin_load(state_dict)
 
     def _after_load(self) -> None:

@@ -56,15 +56,17 @@ class StateLoads:
             wrote = self._collectives.before_load()
             found, failure = dict[str, Any](), ""
             try:
-                found = tree_map_only(LazyTensor, _to_host, dict(state_dict))
+                found = _without_none(tree_map_only(LazyTensor, _to_host, dict(state_dict)), of.unit.keys)
                 digests = _digests(found, of)
             except UserError as error:
                 failure, digests = f"{LOAD}: {error}", ["", ""]
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                failure = f"{LOAD}: it is no state of an optimizer ({type(error).__name__}: {error})"
+                digests = ["", ""]
             self._compare(failure, digests, wrote=wrote)
-            if self._runtime.workers.is_first:
-                for other in prepared.sets:
-                    if other is not of:
-                        _bring_here(other.optimizer)
+            for other in prepared.sets:  # on every worker: the first one, which sets up anew, may be lost
+                if other is not of:
+                    _bring_here(other.optimizer)
         return found
 
     def end(self, prepared: Prepared, of: StepSet) -> None:
@@ -77,6 +79,9 @@ class StateLoads:
             )
             self._check(grouped=any(each[1] for each in told))  # a worker may move as it waits in a meeting
             prepared.reducer.steps = told[0][0]  # under asp workers have made unequally many
+            for each in self._runtime.state.prepared:
+                if each.reducer.losses is not None:  # of the steps before
+                    each.reducer.losses.clear()
             self._runtime.strategy.loaded()
 
     def _call(self, prepared: Prepared, of: StepSet) -> AbstractContextManager[None]:
@@ -113,6 +118,7 @@ class StateLoads:
         if not any(each[2] for each in told):
             self._collectives.take_newest()
         values = workers.gather(_digest_of_values(self._runtime), f"{LOAD} (the workers' parameters)")
+        ranks = workers.ranks  # one may have been lost meanwhile
         for rank, its in zip(ranks, values, strict=True):
             if its != values[0]:
                 raise UserError(
@@ -127,6 +133,19 @@ def _waits(prepared: Prepared) -> bool:
     reducer = prepared.reducer
     started = reducer.unsent or (reducer.reduced and reducer.watch.has_values())
     return started or any(each.has_gradients_left for each in prepared.sets)
+
+
+def _without_none(state_dict: dict[str, Any], keys: set[str]) -> dict[str, Any]:
+    """Return an optimizer's state without the entries of these keys that are None: missing ones, in older
+    versions of torch's SGD."""
+    states = state_dict.get("state")
+    if not isinstance(states, Mapping):
+        return state_dict  # torch raises the error
+    kept = {
+        number: {key: value for key, value in state.items() if value is not None or key not in keys}
+        for number, state in states.items()
+    }
+    return {**state_dict, "state": kept}
 
 
 def _to_host(lazy: Tensor) -> Tensor:
@@ -177,6 +196,8 @@ def _packed(state: dict[str, Any]) -> bytes:
 def _check_fits(state: Mapping[str, Any], number: int, parameter: nn.Parameter, keys: set[str]) -> None:
     """Raise UserError unless a parameter's state has elements as the parameter, or numbers."""
     for key, value in state.items():
+        if value is None:  # as older versions of torch's SGD keep it
+            continue
         shape = tuple(value.shape) if isinstance(value, Tensor) else ()
         if key in keys and (not isinstance(value, Tensor) or shape != tuple(parameter.shape)):
             raise UserError(
