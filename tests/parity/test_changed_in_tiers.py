@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import functools
 import gc
+import re
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -35,6 +37,7 @@ from support.runs import KINDS, SHARDS, alone, model, run_at, run_with
 pytestmark = pytest.mark.sampled
 
 WORLD, STEPS, AT = 2, 6, (2, 4)
+CONNECTION = re.compile(r"atoll-members-\d+")  # a thread for each connection that another member has made
 
 
 def in_two_groups(net: nn.Sequential) -> Optimizer:
@@ -288,8 +291,22 @@ def left_behind(net: nn.Module, optimizer: Optimizer) -> list[int]:
         )
     ]
     steps = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
-    threads = [each for each in threading.enumerate() if each.name.startswith("atoll")]
+    threads = [name for name in thread_names() if not CONNECTION.fullmatch(name)]
     return [*hooks, *map(len, steps), len(threads), files()]
+
+
+def thread_names() -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name.startswith("atoll")]
+
+
+def connections_end(most: int) -> bool:
+    """Wait until at most so many threads serve other members' connections, which end by themselves."""
+    deadline = time.monotonic() + 20
+    while sum(map(bool, map(CONNECTION.fullmatch, thread_names()))) > most:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def again_and_again(session: atoll.Session, memory: Memory | None) -> list[Any]:
@@ -314,6 +331,7 @@ def again_and_again(session: atoll.Session, memory: Memory | None) -> list[Any]:
             optimizer.zero_grad()
             session.prepare(net, optimizer, memory)
         last = left_behind(net, optimizer)
+        assert connections_end(session.world - 1)
         held = sum(each._memory.nbytes for made in arenas if (each := made()) is not None)
         one = sum(each._memory.nbytes for made in arenas[-2:] if (each := made()) is not None)
     finally:

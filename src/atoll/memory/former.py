@@ -4,7 +4,7 @@ taken it.
 Each parameter whose value lies in the old tiers is an `InitialisedParameter`, whose room the old tiers are.
 The optimizers' states are tensors that are read from there when they are used. So the new tiers take values
 and states one parameter after another, and nothing of the model is ever whole on the device. Source:
-docs/memory.md, "A model that changes".
+docs/memory.md, "In a session".
 """
 
 from __future__ import annotations
