@@ -203,19 +203,18 @@ def test_an_optimizers_state_that_is_loaded_is_not_read_before_it_is_brought() -
 
 
 @pytest.mark.parametrize("blocks", [3, 20])
-def test_a_script_s_load_state_dict_is_refused_whole_as_long_as_the_session_lasts(blocks: int) -> None:
+def test_a_script_s_load_state_dict_sets_the_cpu_side_up_anew(blocks: int) -> None:
     lent = Lent(blocks=blocks, momentum=0.9)
     lent.step()
+    set_ups = len(lent.side.of(SetUp))
     saved = torch.optim.SGD(lent.plain.parameters(), lr=0.125, momentum=0.5).state_dict()
-    with pytest.raises(UserError, match="peers.* at the node's CPU side.* load it before session.prepare"):
-        lent.optimizer.load_state_dict(saved)
-    assert lent.optimizer.param_groups[0]["lr"] == RATE
-    lent.step()
-    assert lent.side.of(Contribute)[-1].hyperparameters[0]["momentum"] == 0.9
-    assert lent.is_plain()
-    lent.session._leaving.leave()
     lent.optimizer.load_state_dict(saved)
     assert lent.optimizer.param_groups[0]["lr"] == 0.125
+    assert len(lent.side.of(SetUp)) == set_ups + 1
+    lent.session._leaving.leave()
+    lent.optimizer.load_state_dict({**saved, "param_groups": [{**saved["param_groups"][0], "lr": 0.25}]})
+    assert lent.optimizer.param_groups[0]["lr"] == 0.25
+    assert len(lent.side.of(SetUp)) == set_ups + 1
 
 
 def test_what_is_not_cleared_stays_and_is_added_to_in_the_next_slot(lent: Lent) -> None:

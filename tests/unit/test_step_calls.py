@@ -19,6 +19,7 @@ from atoll.core import events
 from atoll.core.config import Config
 from atoll.observe.journal import JournalReader
 from atoll.observe.rundir import DIRECTORY_VARIABLE
+from atoll.tensors import torch_compat
 from atoll.tensors.torch_compat import seem_finite, version_of
 from atoll.train.api import records
 from support.pool import ring_of_one
@@ -50,6 +51,8 @@ def calls_of(act: Callable[[], object]) -> dict[str, int]:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the session keeps its records; no step is so late that its records are told."""
+    # Sessions that other tests have not left would still hear of each zero_grad.
+    monkeypatch.setattr(torch_compat, "_told_of_zeros", [])
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
     monkeypatch.setattr(records, "LATE_SECONDS", math.inf)
     return tmp_path

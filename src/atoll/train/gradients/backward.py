@@ -42,7 +42,7 @@ class BackwardEnd:
     def __init__(self, ring: Ring | None, stretch: Stretch | None = None) -> None:
         self._ring, self._stretch = ring, stretch
         self._reducers: list[Reducer] = []
-        self._late: list[LateSteps] = []  # by model
+        self._late: dict[Reducer, LateSteps] = {}  # of models whose steps may wait
         self._armed = False
         # What a backward calls at its end in which steps wait; autograd drops it if the backward raises:
         self._late_end: Callable[[], _End | None] = _no_end
@@ -52,13 +52,14 @@ class BackwardEnd:
 
     def add(self, reducer: Reducer, late: LateSteps) -> None:
         self._reducers.append(reducer)
-        self._late.append(late)
+        if late.may_wait:
+            self._late[reducer] = late
         for each in self._reducers:
             each.sends_early = len(self._reducers) == 1
 
     def remove(self, reducer: Reducer) -> None:
         """Forget the reducer of a model that is prepared again."""
-        del self._late[self._reducers.index(reducer)]
+        self._late.pop(reducer, None)
         self._reducers.remove(reducer)
 
     def arm(self) -> None:
@@ -90,19 +91,20 @@ class BackwardEnd:
         self._late_end = _no_end
         if not self._armed:
             self._check_late_steps()
-            for late in self._late:
+            for late in self._late.values():
                 late.make()
 
     def _check_late_steps(self) -> None:
         try:
-            for reducer, late in zip(self._reducers, self._late, strict=True):
+            for reducer, late in self._late.items():
                 late.check(reducer.synchronous)
         except BaseException:
             self._forget_late_steps()
             raise
 
     def _forget_late_steps(self) -> None:
-        for late in self._late:
+        self._late_end = _no_end
+        for late in self._late.values():
             late.forget()
 
     def settle(self) -> None:
@@ -114,7 +116,8 @@ class BackwardEnd:
         """Give up a backward that raised before its end. Raises RunError if messages had already left."""
         if self._stretch is not None:
             self._stretch.begin()
-        self._forget_late_steps()
+        if self._late_end is not _no_end:  # it raised
+            self._forget_late_steps()
         if self._armed:
             self._armed = False
             self.number += 1
@@ -139,7 +142,8 @@ class BackwardEnd:
     def _end(self) -> None:
         self._armed = False
         self.number += 1
-        self._check_late_steps()
+        if self._late:
+            self._check_late_steps()
         self.settle()
         waiting = [reducer for reducer in self._reducers if reducer.synchronous]
         self.ends += bool(waiting)
@@ -155,7 +159,7 @@ class BackwardEnd:
             due = self._due(self._ring, waiting)
         for reducer in due:
             reducer.reduce()
-        for late in self._late:
+        for late in self._late.values():
             late.make()
 
     def reduce_before_step(self, reducer: Reducer) -> None:

@@ -48,6 +48,7 @@ class LateSteps:
     """The steps of one model's optimizers that a script calls within a backward.
 
     Attributes:
+        may_wait: False if no step ever waits.
         are_made: True while the steps that have waited are made.
     """
 
@@ -60,7 +61,7 @@ class LateSteps:
         """Take the name of each parameter. `waits()` is called for each step within a backward: False if it
         must not wait."""
         self._optimizers, self._names, self._waits = optimizers, names, waits
-        self.are_made = False
+        self.may_wait, self.are_made = bool(optimizers), False
         self._waiting: dict[int, _Step] = {}  # by the optimizer's place
         self._place_of: dict[nn.Parameter, int] = {}
         self._came: set[int] = set()  # optimizers that got a gradient here since they stepped
