@@ -21,7 +21,7 @@ from atoll.memory.arena import Arena
 from atoll.memory.disk import PAGE, DiskFile
 from atoll.memory.engine import Engine, in_order_of_use
 from atoll.memory.former import Former
-from atoll.memory.gradients import Had, ModelGradients, TrainedChunk
+from atoll.memory.gradients import GradientKinds, ModelGradients, TrainedChunk
 from atoll.memory.home import Home, HostHome
 from atoll.memory.initialising import spilled_bytes, take
 from atoll.memory.modelsteps import ModelSteps
@@ -71,9 +71,9 @@ class Fitted:
         return []
 
     @property
-    def had(self) -> Had:
-        """What this worker's gradients were so far."""
-        return Had()
+    def kinds(self) -> GradientKinds:
+        """The unusual kinds of gradients that this worker has had."""
+        return GradientKinds()
 
     def stats(self) -> MemoryFigures:
         """Budgets, peaks and moves since the beginning."""
@@ -260,8 +260,8 @@ class Moving(Fitted):
             raise
 
     @property
-    def had(self) -> Had:
-        return self.gradients.had
+    def kinds(self) -> GradientKinds:
+        return self.gradients.kinds
 
     # Overridden for a group of members (memory/sharded.py), or a model that is stepped elsewhere
     # (memory/lent.py, memory/exchanged.py).

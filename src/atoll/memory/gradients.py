@@ -44,8 +44,8 @@ _GRAD: Any = torch.Tensor.grad  # autograd's own, whatever a parameter's class m
 
 
 @dataclass
-class Had:
-    """What this worker's gradients were so far.
+class GradientKinds:
+    """The unusual kinds of gradients that this worker has had.
 
     Attributes:
         sparse: one was sparse; in a chunk it is dense.
@@ -458,7 +458,7 @@ class ModelGradients:
             for index, parameter in enumerate(each.trained.parameters)
         }
         self._measures: float | None = None  # the order of the norm that is taken of arriving gradients
-        self.had = Had()
+        self.kinds = GradientKinds()
         self.latest_norm: Tensor | None = None  # the latest global norm, before clipping
         self._handles = []
         for each, index in self._places.values():
@@ -744,10 +744,10 @@ class ModelGradients:
         Raises UserError for one that cannot.
         """
         check_summable(name, gradient)
-        self.had.graphs |= gradient.requires_grad
+        self.kinds.graphs |= gradient.requires_grad
         if not gradient.is_sparse:
             return gradient
-        self.had.sparse = True
+        self.kinds.sparse = True
         return gradient.to_dense()
 
 

@@ -531,12 +531,12 @@ class Prepared:
         if self._looks_for_sparse and (
             self.reducer.sum.gradients.have_sparse(self._trained_chunks)
             if fitted is None
-            else fitted.had.sparse
+            else fitted.kinds.sparse
         ):
             self._looks_for_sparse = False  # no layer has announced them
             for optimizer in self.optimizers:
                 self._check_sparse(optimizer)
-        if fitted is not None and fitted.had.graphs:
+        if fitted is not None and fitted.kinds.graphs:
             self._tells.warn_once("graphs", _GRAPHS)
         return 0.0 if repeats else group_samples
 

@@ -205,7 +205,8 @@ class Tiers:
 
     @property
     def reads_states(self) -> Callable[[Any], Any]:
-        """What keeps each value of states that come from elsewhere while the model is prepared anew."""
+        """The function that copies each value of states that other processes hold, while the model is
+        prepared anew."""
         return read_whole if self.fitted is None else Aside(self._memory.budgets()).keep
 
     def give_back(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
