@@ -13,7 +13,7 @@ from run_command import DEADLINE, Command, wait_for
 ROOT = Path(__file__).parents[2]
 PATH = os.pathsep.join([str(ROOT / "tests" / "packages"), str(ROOT / "examples")])
 
-# Workers wait in the middle for one more life to join: else they could be done before it comes.
+# Workers wait in the middle until one more life has joined and is in the ring: they could be done before it.
 TRAINS = """
 import pathlib, time
 import torch
@@ -35,6 +35,8 @@ with atoll.join() as session:
         optimizer.zero_grad()
         session.log(loss=loss)
         while session.iteration == 40 and decisions.read_text().count('"worker joined"') <= WORKERS:
+            time.sleep(0.02)
+        while session.iteration == 45 and " entered; it goes on" not in decisions.read_text():
             time.sleep(0.02)
     values = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     everyone = session.gather(values)

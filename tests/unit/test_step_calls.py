@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(torch_compat, "_told_of_zeros", [])
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
     monkeypatch.setattr(records, "LATE_SECONDS", math.inf)
+    monkeypatch.setattr(records, "FLUSH_SECONDS", threading.TIMEOUT_MAX)
     return tmp_path
 
 
@@ -152,3 +154,15 @@ def test_alone_accumulated_batches_and_absent_gradients_train_as_in_plain_torch(
     with atoll.join(Config()) as session:
         own = train(session)
     assert all(torch.equal(a, b) for a, b in zip(own, train(None), strict=True))
+
+
+def test_a_script_that_pauses_has_its_steps_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may evaluate for an hour: the command and the next `kill -9` must not wait for the next step."""
+    monkeypatch.setattr(records, "FLUSH_SECONDS", 0.01)
+    with atoll.join(Config()) as session:
+        stepping(session)
+        (path,) = folder.rglob("*.jsonl")
+        until = time.monotonic() + 30.0
+        while path.read_text().count("stepdone") < 3:
+            assert time.monotonic() < until, "waited 30 s for the steps in the journal"
+            time.sleep(0.01)

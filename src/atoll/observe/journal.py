@@ -56,8 +56,9 @@ class Journal:
     """Subscriber that appends events to `path`; any thread may call it.
 
     Steps and logged values are buffered for at most `FLUSH_SECONDS` while events come, so that a fast
-    loop does not pay a system call for each step. Every other event is written at once. A line is written
-    whole by one append, so two writers of one file do not mix their lines.
+    loop does not pay a system call for each step; if events may stop coming, the owner calls `flush`. Every
+    other event is written at once. A line is written whole by one append, so two writers of one file do not
+    mix their lines.
 
     On a full disk events are lost, and the run goes on. A warning says so at the first loss and at the end,
     and the journal notes the gap once there is room again. Under `atoll run` warnings and decisions still

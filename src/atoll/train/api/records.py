@@ -22,7 +22,7 @@ from atoll.core.errors import UserError
 from atoll.core.runclock import record_time
 from atoll.exchange.linksseen import LinksSeen
 from atoll.groups.grouping import show
-from atoll.observe.journal import Journal
+from atoll.observe.journal import FLUSH_SECONDS, Journal
 from atoll.observe.lastwords import say
 from atoll.observe.metrics import LATE_SECONDS
 from atoll.observe.notices import Notices, print_warning
@@ -75,6 +75,8 @@ class Records:
         # Steps without an event yet: time, iteration, samples, measurements, more fields.
         self._steps: deque[tuple[float, int, float, Taken, dict[str, Any]]] = deque()
         self._telling = threading.RLock()  # held while a thread makes the events of steps
+        self._over = threading.Event()  # nothing more is written
+        self._writer = threading.Thread(target=self._write_in_pauses, name="atoll-records", daemon=True)
         self._confirming = ""  # the way of confirming that was reported last
         self._warned_of: set[str] = set()  # the subjects of `warn_once`
         shards = service.shards if service is not None else None
@@ -93,14 +95,16 @@ class Records:
         self._open_journal(workers)
         self._open_lab_journal()
         self.kept = self._journal is not None or self._lab_journal is not None
+        if self.kept:
+            self._writer.start()
 
     def close(self) -> None:
         """Write all events that are left. Later events are written nowhere."""
+        self._over.set()
         self._tell_of_steps()
         with contextlib.ExitStack() as ends:
-            for journal in (self._journal, self._lab_journal):
-                if journal is not None:
-                    ends.callback(journal.close)
+            for journal in self._journals():
+                ends.callback(journal.close)
 
     def summarise(self) -> None:
         """Put the records of all workers together, on worker 0 and without `atoll run`."""
@@ -198,10 +202,7 @@ class Records:
             self.tell_of_node()
             self._tell_of_memory()
             self.read_logged()
-            self._tell_of_steps()
-            for journal in (self._journal, self._lab_journal):
-                if journal is not None:
-                    journal.flush()
+            self._write()
 
     def finished(self) -> None:
         """Report that the script has come to its end."""
@@ -270,6 +271,19 @@ class Records:
             self.emit(events.NodeSeen, node=node.node, devices=node.devices.count, **figures)
 
     # Inside
+
+    def _journals(self) -> list[Journal]:
+        return [journal for journal in (self._journal, self._lab_journal) if journal is not None]
+
+    def _write(self) -> None:
+        self._tell_of_steps()
+        for journal in self._journals():
+            journal.flush()
+
+    def _write_in_pauses(self) -> None:
+        """Write what no later step writes in time: a script may evaluate for an hour, wait, or be killed."""
+        while not self._over.wait(FLUSH_SECONDS):
+            self._write()
 
     def _tell_of_steps(self) -> None:
         """Make the events of the steps since the last call. A fast loop makes none and takes no lock.
