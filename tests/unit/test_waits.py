@@ -137,6 +137,9 @@ REVIEWED: dict[str, str] = {
     "launch/ends.py: EndWatch._wait: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)": (
         "a thread whose task is to wait for a child's end"
     ),
+    "train/api/records.py: Records._write_in_pauses: self._over.wait(FLUSH_SECONDS), again and again": (
+        "the thread that writes records while the script pauses, until `close`"
+    ),
     "observe/lastwords.py: LastWords.take: os.read(self._read, _READ_BYTES)": "a pipe that does not block",
     "lab/emulation.py: Emulation.carries: os.read(self._ready, 1)": _POLLED,
     "lab/emulation.py: _Sampler._sample: self._over.wait(_BEGIN_SECONDS), again and again": (
