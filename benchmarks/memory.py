@@ -266,9 +266,9 @@ def slow_host(pace: float) -> Iterator[None]:
     """Within it a chunk's step takes its elements over `pace`, and twice that where it is made in a copy."""
     run, aside = stepping.run_step, Segments.step_aside
 
-    def run_slowly(*args: Any) -> Any:
+    def run_slowly(*args: Any, **kwargs: Any) -> Any:
         parameters: list[nn.Parameter] = args[3]
-        return slowly(run, sum(parameter.numel() for parameter in parameters) / pace, *args)
+        return slowly(run, sum(parameter.numel() for parameter in parameters) / pace, *args, **kwargs)
 
     def step_aside(segments: Segments, *args: Any) -> Any:
         numel = segments.states.trained.chunk.used
@@ -281,10 +281,10 @@ def slow_host(pace: float) -> Iterator[None]:
         yield
 
 
-def slowly(function: Callable[..., Any], seconds: float, *args: Any) -> Any:
+def slowly(function: Callable[..., Any], seconds: float, *args: Any, **kwargs: Any) -> Any:
     """Call it, and sleep until `seconds` have passed since."""
     until = time.perf_counter() + seconds
-    result = function(*args)
+    result = function(*args, **kwargs)
     time.sleep(max(until - time.perf_counter(), 0))
     return result
 
