@@ -204,8 +204,6 @@ def test_alone(body: Body) -> None:
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize("kind", ["tiers", "server tiers", "ring"])
 def test_at_a_strategy(pool: WorkerPool, kind: str, body: Body) -> None:
-    if kind == "server tiers" and body in (added, one_by_one):
-        pytest.skip("a worker of a server whose model lies in tiers takes one backward before a step")
     right = trained(None, body)
     found = run_at(pool, kind, trained, body, world=WORLD)
     for each in found:

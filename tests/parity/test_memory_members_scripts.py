@@ -22,26 +22,11 @@ from support.tight import same
 pytestmark = [pytest.mark.sampled, pytest.mark.usefixtures("poisoned")]
 
 
-def check_gone(fitted: Sharded, rank: int) -> None:
-    """After a step, who does not hold all of a gradient cannot rely on it, and is told so."""
-    assert fitted.plan.holding is not None
-    gradients = []
-    for each in fitted.engine.chunks.values():
-        begin, end = fitted.plan.holding.part(each.chunk.id, rank)
-        for slot, parameter in zip(each.chunk.slots, each.parameters, strict=True):
-            is_mine = begin <= slot.offset and slot.offset + slot.numel <= end
-            gradients += [parameter.grad] if parameter.grad is not None and not is_mine else []
-    assert gradients
-    for gradient in gradients:
-        with pytest.raises(UserError, match=r"lies with worker \d, .*; read it before optimizer.step\(\)"):
-            gradient.norm()
-
-
 def edit(model: Any, step: int) -> None:
     """What a script makes of all gradients, and of some: each member sees at once what its own has made."""
     for parameter in model.parameters():
         parameter.grad.mul_(0.5)
-    if step != 1:  # after which gradients are to be gone, and what scripts have views of stays
+    if step != 1:  # a gradient of which scripts have views stays
         model.head.weight.grad.view(-1)[::2] *= 3
     model.positions.grad = torch.ones_like(model.positions) * 0.01
     model.tokens.weight.grad = None
@@ -61,8 +46,7 @@ def test_gradients_as_scripts_read_and_write_them(sharding: str) -> None:
             seen.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
             seen.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05))
             optimizer.step()
-            if step == 1:
-                check_gone(fitted, member.rank)
+            seen.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
         return seen
 
     found = share_between(script, 0.5, body, sharding=sharding)
@@ -77,6 +61,7 @@ def test_gradients_as_scripts_read_and_write_them(sharding: str) -> None:
         seen.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
         seen.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05))
         optimizer.step()
+        seen.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
     for told, values in found:
         assert same(told, seen)
         assert same(values, values_of(model))
@@ -274,9 +259,10 @@ def test_gradients_are_set_to_zero_while_chunks_are_still_to_be_stepped() -> Non
     assert same(found[1][1], values)
 
 
-def test_who_is_behind_reads_gradients_that_others_have_let_go_of() -> None:
-    """A script that skips a step: a fast member drops the mean, or has more gradients, before a slow one has
-    read it."""
+@pytest.mark.parametrize("stepped", [False, True])
+def test_who_is_behind_reads_gradients_that_others_have_let_go_of(stepped: bool) -> None:
+    """A fast member drops the mean, or has more gradients, before a slow one has read it: in a script that
+    skips a step, and in one that reads after the step."""
     script = Script("gpt", (1.0, 1.0))
     let_go = threading.Barrier(2)
 
@@ -284,6 +270,8 @@ def test_who_is_behind_reads_gradients_that_others_have_let_go_of() -> None:
         seen = []
         for step, drops in enumerate((True, False)):
             script.backward(model, member.rank, step, fitted)
+            if stepped:
+                optimizer.step()
             if member.rank == 0:
                 let_go.wait(60)
             seen.append([p.grad.clone() for p in model.parameters()])
@@ -298,6 +286,55 @@ def test_who_is_behind_reads_gradients_that_others_have_let_go_of() -> None:
 
     found = share_between(script, 0.5, body)
     assert same(found[0][0], found[1][0])
+
+
+def test_one_member_alone_reads_gradients_after_the_step() -> None:
+    """If the others have let go of them by the first time, a line says so; if not, they keep them then on."""
+    script, reads, goes_on = Script("gpt", (1.0, 1.0)), threading.Barrier(2), threading.Barrier(2)
+
+    def read_alone(member: Member, model: Any, optimizer: Any, *, late: bool) -> list[Tensor]:
+        found = []
+        if member.rank == 0:
+            if late:
+                reads.wait(60)
+            found = [p.grad.clone() for p in model.parameters()]
+            goes_on.wait(60)
+        if member.rank == 1 and not late:
+            goes_on.wait(60)
+        optimizer.zero_grad()
+        if member.rank == 1 and late:
+            reads.wait(60)
+            goes_on.wait(60)
+        return found
+
+    def body(member: Member, model: Any, optimizer: Any, fitted: Sharded) -> Any:
+        seen = []
+        for step, late in enumerate((False, True, True)):
+            script.backward(model, member.rank, step, fitted)
+            before = [p.grad.clone() for p in model.parameters()]
+            optimizer.step()
+            found = read_alone(member, model, optimizer, late=late)
+            seen.append(member.rank == 1 or same(found, before))
+        return seen
+
+    found = share_between(script, 0.5, body)
+    assert all(found[0][0])
+
+    def too_late(member: Member, model: Any, optimizer: Any, fitted: Sharded) -> None:
+        script.backward(model, member.rank, 0, fitted)
+        optimizer.step()
+        if member.rank == 1:
+            optimizer.zero_grad()
+            reads.wait(60)
+            goes_on.wait(60)
+            return
+        reads.wait(60)
+        line = r"worker 1 has let go of the gradient of .*; read p.grad before optimizer.step\(\), or on all"
+        with pytest.raises(AtollError, match=line):
+            [p.grad.clone() for p in model.parameters()]
+        goes_on.wait(60)
+
+    share_between(script, 0.5, too_late)
 
 
 def scale(parameter: nn.Parameter) -> None:

@@ -452,9 +452,7 @@ def train_list(session: atoll.Session) -> list[list[Tensor]]:
 
 @pytest.mark.parametrize(
     ("kind", "script"),
-    # Shards take no second backward before a step from tiers.
-    [(kind, train_list) for kind in HERE if kind != "server tiers"]
-    + [(kind, train_pairs) for kind in HERE[:3]],
+    [(kind, train_list) for kind in HERE] + [(kind, train_pairs) for kind in HERE[:3]],
 )
 def test_the_loop_of_the_dcgan_tutorial(pool: WorkerPool, kind: str, script: Callable[..., Any]) -> None:
     gan = Gan()

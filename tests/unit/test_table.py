@@ -138,11 +138,11 @@ def test_the_way_out_of_a_refusal_is_what_its_line_names(line: str, way: Way | N
 
 
 def test_a_script_is_rewritten_where_the_line_asks_for_it() -> None:
-    script, run = scripts()["maml"].path, COLUMNS["ring, tiers"].config.run
-    line = "a transform of torch.func cannot follow parameter 'w' itself; transform copies: {name: p.clone()}"
+    script, run = scripts()["state_loaded"].path, COLUMNS["peers"].config.run
+    line = "worker 1 brings another state; go on from a checkpoint (session.load)"
     way = Way().after(line, script, run)
     assert way == Way(rewritten=True)
-    assert way.path(script) == SCRIPTS / "followed" / "maml.py"
+    assert way.path(script) == SCRIPTS / "followed" / "state_loaded.py"
     assert Way().after("the model is too large", script, run) is None
     assert Way().path(script) == script
 

@@ -33,7 +33,7 @@ from atoll.memory.saved import Packed, ParameterSlot
 from atoll.memory.stays import Stay
 from atoll.moves import Cache, Full, StepStatistics
 from atoll.moves.cache import CachePlacement
-from atoll.tensors.torch_compat import marked, outside_dispatch_modes
+from atoll.tensors.torch_compat import marked, outside_dispatch_modes, outside_transforms
 
 
 class Engine:
@@ -51,6 +51,7 @@ class Engine:
     Attributes:
         written_back: chunks that were written back so far.
         waited: seconds that uses have waited for chunks.
+        lost_writes: parameters into whose copies a transform of torch.func has written, by name.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Engine:
         self._resident = self._residents.here
         self._bringing = Bringing(home, arena.device)
         self.written_back, self.waited = 0, 0.0
+        self.lost_writes: list[str] = []
         self.lock = threading.RLock()
         self._pins = Counter[int]()  # by chunk
         # Chunks that are stepped elsewhere: until `refresh`, their copies on the device are not written back.
@@ -134,7 +136,7 @@ class Engine:
         Args:
             gives_out: True if the script gets views of the chunks.
         """
-        with self.lock:
+        with self.lock, outside_transforms():
             pinned_here: list[int] = []
             try:
                 for chunk in chunks:
@@ -162,7 +164,7 @@ class Engine:
         """Return the tensor that was packed: a view of the parameter's memory, which holds the chunk while
         the view lives."""
         place = packed.place
-        with self.lock:
+        with self.lock, outside_transforms():
             stay = self._bring(place.chunk)
             view = stay.views[place.slot]
             if packed.whole:

@@ -11,6 +11,7 @@ memory past autograd's count of changes (`.data`, `data_ptr`) mark the chunk as 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -30,6 +31,7 @@ from atoll.tensors.torch_compat import (
     compare_kinds,
     flatten_rnn,
     makes_parameter,
+    stand_in_for_transforms,
     untraced,
     version_of,
 )
@@ -176,6 +178,7 @@ class ChunkParameter(nn.Parameter):
 
 def take_over(parameter: nn.Parameter, place: ParameterSlot) -> None:
     """Make a plain parameter a ChunkParameter at `place`."""
+    stand_in_for_transforms(ChunkParameter, _copy, _refuse_functional)
     parameter.__class__ = ChunkParameter
     assert isinstance(parameter, ChunkParameter)
     parameter._atoll = place
@@ -206,8 +209,45 @@ def version(parameter: nn.Parameter) -> int:
         return version_of(parameter)
 
 
+def _copy(parameter: ChunkParameter) -> Tensor:
+    """Return a copy for a transform of torch.func, through which derivatives reach the parameter.
+
+    What a transform writes into its copy is lost: then the next use of a parameter raises.
+    """
+    engine, place = _engine(parameter), parameter._atoll
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+        copy = parameter.clone()
+        alias = copy.detach()  # of the same memory and version
+    gone = weakref.finalize(
+        copy, _check_unwritten, alias, version_of(alias), weakref.ref(engine), engine.name(place)
+    )
+    gone.atexit = False
+    return copy
+
+
+def _check_unwritten(alias: Tensor, before: int, owner: weakref.ref[Engine], name: str) -> None:
+    """Note a parameter whose copy, which is gone now, was written to."""
+    engine = owner()
+    if engine is not None and version_of(alias) != before:
+        engine.lost_writes.append(name)
+
+
+def _refuse_functional(parameter: ChunkParameter) -> Tensor:
+    raise UserError(
+        f"functionalize() of parameter {_engine(parameter).name(parameter._atoll)!r}, which lies in Atoll's "
+        "memory under budgets; give it copies: {name: p.clone() for name, p in model.named_parameters()}"
+    )
+
+
 def _engine(parameter: ChunkParameter) -> Engine:
     engine: Engine = parameter._atoll.owner  # type: ignore[assignment]
+    if engine.lost_writes:
+        name = engine.lost_writes[0]
+        engine.lost_writes.clear()
+        raise UserError(
+            f"a transform of torch.func has written into parameter {name!r}, which lies in Atoll's memory "
+            "under budgets, so that the written values are lost; write outside of the transform"
+        )
     return engine
 
 

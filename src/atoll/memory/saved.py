@@ -27,7 +27,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from atoll.core.callstack import caller, is_under_way
-from atoll.core.errors import UserError
 from atoll.memory.interrupts import uninterrupted
 from atoll.tensors.torch_compat import (
     is_within_backward,
@@ -35,7 +34,6 @@ from atoll.tensors.torch_compat import (
     saved_tensors_hooks_in_force,
     untraced,
     version_of,
-    within_transforms,
 )
 
 
@@ -206,11 +204,9 @@ _OPEN = _Open()
 
 # Functions at module level, so that a model can be copied and pickled with its hooks.
 @untraced
-def _before(module: nn.Module, _inputs: Any) -> None:
+def _before(_module: nn.Module, _inputs: Any) -> None:
     leave_gone()
     if _OPEN.depth == 0:
-        if not saved_tensors_hooks_are_allowed():
-            _check_transformed(module)
         _OPEN.call = caller()
         if _OPEN.context is _NOTHING:
             _OPEN.context = entered()
@@ -223,17 +219,6 @@ def _after(_module: nn.Module, _inputs: Any, _output: Any) -> None:
     _OPEN.depth = max(_OPEN.depth - 1, 0)
     if _OPEN.depth == 0:
         _leave()
-
-
-def _check_transformed(module: nn.Module) -> None:
-    """Raise UserError if a transform of torch.func has wrapped a parameter whose values lie in a chunk."""
-    for name, parameter in module.named_parameters():
-        if isinstance(getattr(within_transforms(parameter), "_atoll", None), ParameterSlot):
-            raise UserError(
-                f"a transform of torch.func cannot follow parameter {name!r} itself, which lies in Atoll's "
-                "memory under budgets; transform copies: {name: p.clone() for name, p in "
-                "model.named_parameters()}"
-            )
 
 
 def _leave() -> None:

@@ -228,8 +228,9 @@ class Sharded(Moving):
         )
 
     def _after_step(self, optimizer: int = 0) -> None:
-        self.sharing.passed(self._stepped, stepped=True)
+        # First, as others may read these gradients once this member has passed the step.
         self.gradients.step_made([each.chunk.id for each in self._own[optimizer]])
+        self.sharing.passed(self._stepped, stepped=True)
         super()._after_step(optimizer)
 
     def _before_forward(self, _module: nn.Module, _inputs: Any) -> None:

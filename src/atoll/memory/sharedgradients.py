@@ -50,13 +50,14 @@ class _SharedSlot(GradientSlot):
     _chunk: _SharedChunk
 
     def see(self) -> Tensor:
-        chunk, index = self._chunk, self._index
-        is_away = chunk.earlier[index] or (chunk.is_stepped and not chunk.is_readable(index))
-        return self.show() if is_away else super().see()  # who reads the proxy is told why it cannot be read
+        # Who reads the proxy of a mean that was set aside is told why it cannot be read.
+        return self.show() if self._chunk.earlier[self._index] else super().see()
 
     @contextmanager
     def lend(self, *, overwrites: bool = False) -> Iterator[Tensor]:
         chunk, index = self._chunk, self._index
+        if not overwrites:
+            chunk.note_read()
         if index in chunk.kept or chunk.is_own(index):
             with super().lend(overwrites=overwrites) as gradient:
                 yield gradient
@@ -117,7 +118,9 @@ class _SharedChunk(ChunkGradients):
         # A mean that this member has dropped and others may still read: the count of sync points, and this
         # member's part.
         self._former: tuple[int, Tensor] | None = None
-        self.is_stepped = False  # stepped since the sum: each holder may drop its part at any time
+        # Stepped since the sum: a holder that drops its part keeps it for others only once somebody has read
+        # a gradient after its step.
+        self.is_stepped = False
         self.originals: dict[int, Tensor] = {}
         self.edited: set[int] = set()
         self.edits: set[int] = set()
@@ -306,18 +309,17 @@ class _SharedChunk(ChunkGradients):
             return True
         return self.is_mean and (self.portion.is_whole(index) or index in self.edits)
 
+    def note_read(self) -> None:
+        """Note that a gradient is read. If it is stepped, means are kept from now on for slower members."""
+        if self.is_stepped:
+            self._sharing.keeps_stepped = True
+
     def check_readable(self, index: int) -> None:
         name = self.trained.names[index]
         if self.earlier[index]:
             raise UserError(
                 f"{name}.grad: gradients have come after the workers' mean, and are not in it yet; read it "
                 "when the backward has ended that is outside of no_sync"
-            )
-        if self.is_stepped and not self.portion.is_whole(index) and index not in self.edits:
-            others = self._sharing.held_by_others(self.trained.chunk.id)
-            raise UserError(
-                f"{name}.grad lies with {others}, which may have let go of it; read it before "
-                "optimizer.step()"
             )
 
     def copy_mean(self, index: int, into: Tensor) -> None:
@@ -381,10 +383,13 @@ class _SharedChunk(ChunkGradients):
             if not self.is_mean:
                 if self._former is not None and self._former[0] == self._sharing.count:
                     return self._former[1]
+                self._sharing.keeps_stepped = True
                 raise UserError(
                     f"worker {self._sharing.rank} has let go of the gradient of "
-                    f"{self._sharing.words(self.trained.chunk.id)}; read p.grad before optimizer.step()"
+                    f"{self._sharing.words(self.trained.chunk.id)}; read p.grad before optimizer.step(), or "
+                    "on all workers"
                 )
+            self.note_read()
             return self._as_summed()
 
     def _as_summed(self) -> Tensor:
@@ -396,8 +401,10 @@ class _SharedChunk(ChunkGradients):
         return copy
 
     def _keep_for_others(self) -> None:
-        """Keep a copy of a mean that is dropped without a step, as slower members may still read it."""
-        if self.is_mean and not self.portion.is_empty and not self.is_stepped:
+        """Keep a copy of a mean that is dropped, as slower members may still read it: after its step only if
+        scripts read it then."""
+        wanted = not self.is_stepped or self._sharing.keeps_stepped
+        if self.is_mean and not self.portion.is_empty and wanted:
             self._former = self._sharing.count, self._as_summed()
 
 

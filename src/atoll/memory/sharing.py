@@ -55,6 +55,7 @@ class Sharing:
 
     Attributes:
         own: the `Payloads` of the parts that this member holds.
+        keeps_stepped: True once a script has read a gradient after its step.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Sharing:
         self._readers = [0] * len(chunks)
         self._reading = threading.Condition()
         self.keeps_originals = True
+        self.keeps_stepped = False
         self.stages = Stages(staging_bytes)
         most = max(map(len, self._others))
         self._fetching: ThreadPoolExecutor | None = None

@@ -196,17 +196,63 @@ saved_tensors_hooks_are_allowed: Callable[[], bool] = _part(
 )
 
 
-@_needs("torch._C._functorch.is_functorch_wrapped_tensor", "torch._C._functorch.get_unwrapped")
-def within_transforms(tensor: Tensor) -> Tensor:
-    """Return the tensor that transforms of torch.func have wrapped; without transforms, the tensor itself.
+_WRAPS = (
+    "torch._functorch.eager_transforms._wrap_tensor_for_grad",
+    "torch._functorch.vmap._add_batch_dim",
+    "torch._functorch.eager_transforms._wrap_functional_tensor",
+)
+_wraps: dict[str, Callable[..., Any]] = {path: _part(path, "stand_in_for_transforms") for path in _WRAPS}
+_STAND_INS: dict[tuple[str, type], Callable[[Any], Tensor]] = {}  # by name in `_WRAPS` and class of tensors
 
-    A transform reads a parameter's memory past `__torch_function__`. Private:
-    `torch._C._functorch.is_functorch_wrapped_tensor` and `get_unwrapped`, 2.8 to 2.13. Public way: none.
+
+@_needs("torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack")
+def stand_in_for_transforms(
+    kind: type[Tensor], stand_in: Callable[[Any], Tensor], functional: Callable[[Any], Tensor]
+) -> None:
+    """Patch torch so that transforms of torch.func take `stand_in(tensor)` in place of a tensor of class
+    `kind`, and `functionalize`, which writes back what it has changed, `functional(tensor)`.
+
+    A transform reads a tensor's memory past `__torch_function__`. The stand-in is made outside of the
+    transform that takes it, so derivatives of transforms and graphs around it reach the tensor. Private: the
+    functions of `_WRAPS`, by which `grad`, `vjp`, `jvp`, `vmap` and `functionalize` wrap their arguments, and
+    `torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack`, 2.8 to 2.13. Public way: none.
     """
-    functorch = torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = functorch.get_unwrapped(tensor)
-    return tensor
+    for path, original in _wraps.items():
+        is_functional = path == _WRAPS[-1]
+        _STAND_INS[path, kind] = functional if is_functional else stand_in
+        module, name = sys.modules[path.rpartition(".")[0]], path.rpartition(".")[2]
+        if getattr(module, name) is original:
+            setattr(module, name, _of_stand_ins(path, original))
+
+
+def _of_stand_ins(path: str, wrap: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function `wrap` of a tensor and more, with a stand-in for a tensor that has one."""
+
+    @functools.wraps(wrap)
+    def wrapped(tensor: Any, *more: Any, **named: Any) -> Any:
+        stand_in = _STAND_INS.get((path, type(tensor)))
+        if stand_in is not None:
+            with torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack():
+                tensor = stand_in(tensor)
+        return wrap(tensor, *more, **named)
+
+    return wrapped
+
+
+@_needs(
+    "torch._C._functorch.peek_interpreter_stack",
+    "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",
+)
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Return a context in which no transform of torch.func is active on this thread.
+
+    Within one, new tensors are the transform's, and those around it may not be written to. Private:
+    `torch._C._functorch.peek_interpreter_stack` and
+    `torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack`, 2.8 to 2.13. Public way: none.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return nullcontext()
+    return torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack()
 
 
 @_needs("torch._C._len_torch_dispatch_stack", "torch.utils._python_dispatch._disable_current_modes")

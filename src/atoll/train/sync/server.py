@@ -494,16 +494,9 @@ class MeanExchange(Server):
         """Leave a step out: a backward begins after a mean without a step, as when a GradScaler skips one.
 
         If gradients of that mean are left, the backward adds to them, and they count with the next mean.
-        Raises UserError then if they lie in tiers. The parameters stay unchanged: within backward, nothing
-        may be written to them.
+        The parameters stay unchanged: within backward, nothing may be written to them.
         """
         has_mean = self._store.has_mean()
-        if has_mean and self._store.window is not None:
-            raise UserError(
-                f"iteration {self.steps}: a second backward before optimizer.step(); under strategy "
-                "'server' with bsp, wrap all but the last in session.no_sync(), or add the losses up; to "
-                "skip a step, call optimizer.zero_grad()"
-            )
         self.reduced = False
         with self.parameters.dropping():
             self._make_step(accepted=False, hyperparameters=[], edited=[], turn=ALL, counted=has_mean)
