@@ -49,10 +49,10 @@ class SetUps:
         if model is not None and model.complete and who != self.setter:
             if setup.codec != model.setup.codec:
                 return _unlike_codecs(heard.worker, setup.codec, self.setter[0], model.setup.codec)
-            if setup.digest != model.setup.digest:
-                return self._trains_another()
-            if wanted <= self._lines.generation:
-                return ""  # a restarted first worker: the values here count, and the worker pulls them
+            if wanted <= self._lines.generation:  # a first worker that was started again
+                if setup.digest != model.setup.digest:
+                    return self._trains_another()
+                return ""  # the values here count, and the worker pulls them
         if setup.number and wanted <= self._lines.generation and who == self.setter:
             self._setter_member = heard.hello.member
             return ""  # a duplicate

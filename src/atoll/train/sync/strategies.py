@@ -38,14 +38,14 @@ from atoll.train.gradients.ring import Boundary, RingReducer
 from atoll.train.gradients.solo import GatheredGradients, SoloReducer, are_quickly_gathered
 from atoll.train.gradients.tiersums import Holder
 from atoll.train.group.inner import AnyRing
-from atoll.train.group.rounds import Ring
-from atoll.train.members.regrouping import Regrouping
 from atoll.train.members.workers import Workers
 from atoll.train.sync.connection import Connection, IterationMembers, values_of
 from atoll.train.sync.servedmodels import ServedModels
 from atoll.train.sync.server import ALL, Server, Turn
 from atoll.train.sync.service import Service
 from atoll.train.sync.serving import serve_alone, serve_group
+from atoll.train.sync.together import Together
+from atoll.train.sync.uplink import UplinkChoice
 from atoll.wire.messages import (
     AnyMessage,
     PullState,
@@ -343,8 +343,11 @@ def exchange_alone(site: str) -> MakeExchange:
     return make
 
 
-def exchange_in_group(ring: Ring, regrouping: Regrouping) -> MakeExchange:
-    """Return the maker of the exchange of a worker in a group, which comes to the shards as one."""
+def exchange_in_group(together: Together, choice: UplinkChoice) -> MakeExchange:
+    """Return the maker of the exchange of a worker in a group, which comes to the shards as one.
+
+    What the group's members have said to one another, and how it talks to the shards, outlives each model.
+    """
 
     def make(training: Training, connection: Connection, held: Holder | None) -> Server:
         sync = training.config.sync
@@ -353,11 +356,9 @@ def exchange_in_group(ring: Ring, regrouping: Regrouping) -> MakeExchange:
             training.chunks,
             connection,
             training.calls,
-            ring=ring,
-            uplink=sync.uplink,
+            together=together,
+            choice=choice,
             message_bytes=message_bytes_for(training.chunk_map),
-            grouping=regrouping.known,
-            move=regrouping.move,
             # A member that waits in a meeting takes part in iterations that its script does not count.
             settings=partial(_settings, training, scheduled=sync.consistency == "bsp"),
             hyperparameters=partial(sent_groups_of_all, training.optimizers),
