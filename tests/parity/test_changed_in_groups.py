@@ -220,6 +220,7 @@ def train_alone(session: atoll.Session, change: str) -> tuple[list[Tensor], Any,
         if begun < 0 and together and reducer.contributors == [regrouping.contributor]:
             begun, before = step, [p.detach().clone() for p in net.parameters()]
             state = copy.deepcopy(optimizer.state_dict())
+            net.zero_grad()  # of a parameter that no optimizer steps yet
         at = step - begun
         if begun >= 0 and at in (1, 3):
             optimizer = change_it(net, optimizer)
