@@ -163,6 +163,22 @@ def test_members_are_killed_while_they_move(tmp_path: Path) -> None:
     all_survive(tmp_path, dict(ON_THE_WAY))
 
 
+# -- while a changed model is prepared ----------------------------------------------------------------------
+
+WHILE_CHANGING = [
+    some_die("bsp", "leader", Fault(0, "change.left", nth=2), changes=True),
+    some_die("bsp", "members", Fault(3, "setup.ready", nth=3), changes=True, tiers=True),
+    some_die("asp", "leader", Fault(1, "setup.ready", nth=3), changes=True),
+    some_die("asp", "members", Fault(2, "change.left", nth=2), changes=True),
+]
+
+
+@pytest.mark.parametrize("case", [pytest.param(run, id=name) for name, run in WHILE_CHANGING])
+def test_members_are_killed_while_they_prepare_a_changed_model(tmp_path: Path, case: Run) -> None:
+    """Who is left goes on with the changed model, and every contribution counts once."""
+    case(tmp_path / "run")
+
+
 # -- at every point ----------------------------------------------------------------------------------------
 
 OF_LEADERS = ("group.committed", "group.stepped")  # and under `leader` also group.pushed

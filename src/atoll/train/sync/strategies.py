@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.chunks import ChunkMap
+from atoll.core import points
 from atoll.core.config import Config
 from atoll.core.errors import RunError
 from atoll.core.optimizerkind import OptimizerKind
@@ -442,7 +443,9 @@ class ServedModel:
         if self._workers.is_first:
             for bound in self._training.chunks:
                 self._bring(bound)
+            points.reach("setup.sent", self.exchange.steps)
         self._await_ready(digest, "worker 0's description of the model")
+        points.reach("setup.ready", self.exchange.steps)
         if not self._workers.late:
             self.fetch_parameters()
 
