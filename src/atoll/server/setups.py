@@ -43,6 +43,13 @@ class SetUps:
             return self.bases.setdefault(who, latest - number) + number
         return self.readies.get(who, latest - 1) + 1
 
+    def refusal(self, who: Life) -> str:
+        """Return why a worker may not take part: it has not prepared the model of the latest set-up. Empty
+        for a worker that has, and for a new group, whose members have."""
+        if 0 < self.readies.get(who, 0) < self._lines.generation:
+            return _set_up_since(who[0])
+        return ""
+
     def _handle_setup(self, heard: Heard) -> str:
         setup, who, model = heard.message, heard.life, self._training.model
         wanted = self._next_of(who, setup.number)
@@ -87,7 +94,11 @@ class SetUps:
 
     def _begin(self, model: Model, setter: Life) -> None:
         """Train this model from now on; `setter` brings its values."""
-        setup = model.setup
+        setup, former = model.setup, self._training.model
+        for asked in [] if former is None else former.pulls.waiting():  # of workers that wait to enter
+            peer = self._peers.member(asked.worker, asked.pull.incarnation, asked.member)
+            if peer is not None:
+                self._door.refuse(peer, _set_up_since(asked.worker), "Pull")
         self._kept.abandon_snapshot()
         self._training.model, self.setter, self._refused = model, setter, ("", "")
         self._lines.begin()
@@ -150,6 +161,14 @@ class SetUps:
             f"worker {worker} has another model, layout or optimizer than worker {self.setter[0]} has "
             "described; start the same script with the same settings everywhere"
         )
+
+
+def _set_up_since(worker: int) -> str:
+    """Message for a worker that came late, and has the model of an earlier set-up."""
+    return (
+        f"the workers have changed their model, or loaded a checkpoint, since worker {worker} came and prepared "
+        "its own: start it again, with the model as it is now at session.prepare"
+    )
 
 
 def _unlike_codecs(worker: int, own: str, other: int, others: str) -> str:
