@@ -1,5 +1,6 @@
-"""Models that change after `session.prepare` while workers are in groups (strategy ps-hra): under bsp each step
-is that of plain PyTorch, under asp from the moment on at which the group is the run's only contributor."""
+"""Models that change after `session.prepare` while workers are in groups (strategy ps-hra): under bsp each
+step is that of plain PyTorch, under asp from the moment on at which the group is the run's only contributor.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from test_groups_parity import score_for
 from torch import Tensor
 
 import atoll
+from atoll.core import points
 from atoll.core.config import Chunks, Config, Consistency, Groups, Run, Sync
 from atoll.core.memory import Memory
 from atoll.groups.grouping import Grouping
@@ -36,7 +38,9 @@ MOST = 200  # steps until a group is the only contributor
 BUDGET = KINDS["server tiers"].memory
 
 
-def config(consistency: Consistency, uplink: Wanted = "leader", *, tiers: bool = False, **sync: Any) -> Config:
+def config(
+    consistency: Consistency, uplink: Wanted = "leader", *, tiers: bool = False, **sync: Any
+) -> Config:
     return Config(
         run=Run(strategy="ps-hra"),
         chunks=Chunks(size="8KiB"),
@@ -303,3 +307,53 @@ def test_groups_at_unequal_iterations_change_together(
     begun = first[1 : 1 + len(list(model().parameters()))]
     assert torch.equal(begun[0], first[0])  # frozen until the change
     assert not torch.equal(first[-len(begun)], begun[0])
+
+
+# Groups that are made while workers prepare the changed model
+
+
+def called_while_preparing(session: atoll.Session, when: str) -> tuple[bool, list[Tensor]]:
+    """The hub's call to groups comes while this worker waits in session.prepare for others, or is in the
+    midst of it, without a model at the shards."""
+    regrouping = session._runtime.regrouping
+    assert regrouping is not None
+    waited = []
+
+    def until_called(point: str, _iteration: int) -> None:
+        if point == "change.left" and when == "in the midst" and not waited:
+            waited.append(point)
+            await_groups(session, ALONE)
+
+    points.install(until_called)
+    try:
+        net = model()
+        optimizer = first_frozen(net)
+        session.prepare(net, optimizer)
+        goes_on = when == "waiting" and session.rank % 2
+        for step in range(ALONE + 3 if goes_on else ALONE):
+            await_groups(session, step)
+            net(batch(session.rank, step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        session.prepare(net, unfreeze(net, optimizer))
+        step = 0
+        while not in_group(session) or step < ALONE:
+            assert step < 2000
+            net(batch(session.rank, step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+        session.barrier()
+    finally:
+        points.install(None)
+    assert waited or when == "waiting"
+    return session.group.size == 2, [p.detach().clone() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("when", ["waiting", "in the midst"])
+def test_groups_come_together_around_a_change(pool: WorkerPool, when: str) -> None:
+    """asp: each group forms when its members have asked, also from within a call of all."""
+    first, *others = run(pool, config("asp"), called_while_preparing, when)
+    for placed, values in (first, *others):
+        assert placed
+        assert all(map(torch.equal, first[1], values))

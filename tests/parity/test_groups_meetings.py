@@ -74,7 +74,8 @@ def test_workers_that_made_unequally_many_iterations_meet(
 
 def keeps_gradients(place: Place, address: str, sync: dict[str, Any]) -> None:
     """A gradient that no `zero_grad` clears is the same after a meeting."""
-    config = Config(run=Run(strategy="ps-hra"), sync=Sync(timeout="60s", **sync), groups=Groups(probe=ALONE - 1))
+    groups = Groups(probe=ALONE - 1)
+    config = Config(run=Run(strategy="ps-hra"), sync=Sync(timeout="60s", **sync), groups=groups)
     with served_worker(address, place.rank), atoll.join(config) as session:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).double()

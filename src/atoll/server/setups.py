@@ -166,8 +166,8 @@ class SetUps:
 def _set_up_since(worker: int) -> str:
     """Message for a worker that came late, and has the model of an earlier set-up."""
     return (
-        f"the workers have changed their model, or loaded a checkpoint, since worker {worker} came and prepared "
-        "its own: start it again, with the model as it is now at session.prepare"
+        f"the workers have changed their model, or loaded a checkpoint, since worker {worker} came and "
+        "prepared its own: start it again, with the model as it is now at session.prepare"
     )
 
 
