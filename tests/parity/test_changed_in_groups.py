@@ -26,7 +26,7 @@ from atoll.hub.planner import GroupingSettings
 from atoll.train.sync.server import Server
 from atoll.train.sync.uplink import Wanted
 from support.parity import ALONE, await_groups
-from support.pool import WorkerPool
+from support.pool import JobFailedError, WorkerPool
 from support.runs import KINDS, model, run_with
 
 pytestmark = pytest.mark.sampled
@@ -357,3 +357,42 @@ def test_groups_come_together_around_a_change(pool: WorkerPool, when: str) -> No
     for placed, values in (first, *others):
         assert placed
         assert all(map(torch.equal, first[1], values))
+
+
+# What is refused
+
+
+def unequal(session: atoll.Session, what: str) -> None:
+    """In groups, only worker 1 makes the change, or it alone does not prepare it."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    session.prepare(net, optimizer)
+    for step in range(ALONE + 2):
+        await_groups(session, step)
+        net(batch(session.rank, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert in_group(session)
+    if what == "another head" and session.rank == 1:
+        net[-1] = torch.nn.Linear(32, 4).double()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    if what == "no call" and session.rank == 1:
+        net(batch(session.rank, 1)).square().mean().backward()
+        optimizer.step()
+        return
+    session.prepare(net, optimizer)
+
+
+@pytest.mark.parametrize("consistency", ["bsp", "asp"])
+@pytest.mark.parametrize("what", ["another head", "no call"])
+def test_a_change_that_one_worker_makes_otherwise_is_named(
+    pool: WorkerPool, consistency: Consistency, what: str
+) -> None:
+    with pytest.raises(JobFailedError) as caught:
+        run(pool, config(consistency), unequal, what)
+    said = [each.message for each in caught.value.failures.values()]
+    if what == "another head":
+        assert all("'10.weight'" in line and "worker 1" in line for line in said if "differ" in line), said
+        assert any("new in the model" in line for line in said), said
+    else:
+        assert any("session.prepare" in line and "worker 1" in line for line in said), said

@@ -95,7 +95,7 @@ class SetUps:
     def _begin(self, model: Model, setter: Life) -> None:
         """Train this model from now on; `setter` brings its values."""
         setup, former = model.setup, self._training.model
-        for asked in [] if former is None else former.pulls.waiting():  # of workers that wait to enter
+        for asked in [] if former is None else former.pulls.of_newcomers():  # it answers nobody any more
             peer = self._peers.member(asked.worker, asked.pull.incarnation, asked.member)
             if peer is not None:
                 self._door.refuse(peer, _set_up_since(asked.worker), "Pull")
@@ -151,7 +151,9 @@ class SetUps:
             peer = self._peers.member(*who)
             if ready.digest == model.setup.digest:
                 self._peers.send(peer, ready)
-            elif peer is not None:
+                continue
+            self.readies.pop(who[:2], None)  # it has made no set-up, and brings none
+            if peer is not None:
                 self._door.refuse(peer, self._differs(who[0], ready, model), "Ready")
 
     def _differs(self, worker: int, ready: Ready, model: Model) -> str:
