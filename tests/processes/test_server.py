@@ -365,6 +365,51 @@ def test_a_changed_model_is_brought_by_whoever_is_first_then(start: Callable[...
     run.iterate(2)
 
 
+@pytest.mark.parametrize("same_group", [False, True])
+def test_another_worker_brings_a_changed_model_whose_bringer_was_lost(
+    start: Callable[..., Run], same_group: bool
+) -> None:
+    """The first shard has a part of it, and the second one nothing."""
+    run = start(2, 2)
+    hub, (one, two) = run.hub(), run.workers
+    for worker in run.workers:
+        for shard in range(2):
+            worker.send(shard, m.Ready(digest="d", number=1))
+            worker.expect(shard, m.Ready)
+    run.iterate(0)
+    one.send(0, run.model.setup(0, workers=2, digest="changed", steps=1, number=2))
+    chunk = run.model.held(0)[0]
+    one.send(0, m.SetChunk(chunk=chunk, number=2), payload_of(run.model.flat(chunk) + 1.0))
+    one.heard(0)
+    one.close()
+    if same_group:
+        two = run.again(0, 1, member=1)
+        run.workers[1].close()
+    else:
+        hub.send(0, m.Fence(worker=0, incarnation=1))
+        hub.expect(0, m.Fenced)
+    for shard in range(2):
+        two.send(shard, run.model.setup(shard, workers=2, digest="changed", steps=1, number=2))
+        for chunk in run.model.held(shard):
+            two.send(shard, m.SetChunk(chunk=chunk, number=2), payload_of(run.model.flat(chunk)))
+        two.send(shard, m.Ready(digest="changed", number=2))
+        two.expect(shard, m.Ready)
+    if same_group:
+        hub.send(0, m.Fence(worker=1, incarnation=2))
+        hub.expect(0, m.Fenced)
+    run.workers = [two]
+    run.model.plain.state.clear()
+    run.iterate(1)
+    for shard in range(2):  # the next set-up is the next one
+        two.send(shard, run.model.setup(shard, workers=2, digest="more", steps=2, number=3))
+        for chunk in run.model.held(shard):
+            two.send(shard, m.SetChunk(chunk=chunk, number=3), payload_of(run.model.flat(chunk)))
+        two.send(shard, m.Ready(digest="more", number=3))
+        two.expect(shard, m.Ready)
+    run.model.plain.state.clear()
+    run.iterate(2)
+
+
 @pytest.mark.parametrize("consistency", ["bsp", "asp"])
 def test_a_newcomer_that_prepared_the_model_as_it_was_is_refused(
     start: Callable[..., Run], consistency: str

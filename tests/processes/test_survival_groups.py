@@ -170,6 +170,8 @@ WHILE_CHANGING = [
     some_die("bsp", "members", Fault(3, "setup.ready", nth=3), changes=True, tiers=True),
     some_die("asp", "leader", Fault(1, "setup.ready", nth=3), changes=True),
     some_die("asp", "members", Fault(2, "change.left", nth=2), changes=True),
+    some_die("bsp", "leader", Fault(0, "setup.sent", nth=2), changes=True, tiers=True),
+    some_die("asp", "leader", Fault(0, "setup.sent", nth=3), changes=True),
 ]
 
 

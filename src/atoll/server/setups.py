@@ -60,9 +60,10 @@ class SetUps:
                 if setup.digest != model.setup.digest:
                     return self._trains_another()
                 return ""  # the values here count, and the worker pulls them
-        if setup.number and wanted <= self._lines.generation and who == self.setter:
-            self._setter_member = heard.hello.member
-            return ""  # a duplicate
+        lost = model is not None and not model.complete and setup.digest == model.setup.digest
+        if setup.number and wanted <= self._lines.generation and (who == self.setter or lost):
+            self.setter, self._setter_member = who, heard.hello.member
+            return ""  # a duplicate, or of another worker, since the one that brought the model was lost
         made = self._made(setup)
         if isinstance(made, str):
             if model is None:

@@ -135,7 +135,11 @@ class Parts:
 
 
 class Server(Reducer):
-    """One model's exchange with the shards: the part that all kinds of exchanges share."""
+    """One model's exchange with the shards: the part that all kinds of exchanges share.
+
+    Attributes:
+        at_shards: True from the model's set-up at the shards on, until the exchange is closed.
+    """
 
     def __init__(self, parts: Parts) -> None:
         chunks, connection, calls = parts.chunks, parts.connection, parts.calls
@@ -170,7 +174,7 @@ class Server(Reducer):
         self._shares = calls.shares
         self._speed: Speeds = {}  # this worker's report on its speed in this iteration, if there is one
         self._ends = True  # False: the latest step was one of several of its gradients
-        self._closed = False
+        self.at_shards = False
 
     def close(self) -> None:
         """Let the model go, with the parameters that the last step requested, unless an error ends it."""
@@ -179,7 +183,7 @@ class Server(Reducer):
         super().close()
         self._client.close()
         self._store.close()
-        self._closed = True
+        self.at_shards = False
 
     # -- an iteration --------------------------------------------------------------------------------------
 
@@ -262,9 +266,9 @@ class Server(Reducer):
 
     @property
     def rests(self) -> bool:
-        """True between two iterations of a model that lies at the shards. Only then may the group change, or
-        make an iteration for members that are not in the call yet."""
-        return not self.reduced and not self._closed
+        """True between two iterations of a model that is set up. Only then may the group change, or make an
+        iteration for members that are not in the call yet."""
+        return not self.reduced and self.at_shards
 
     def gather_members(self) -> None:
         """Return when all members of the group have come to a meeting. Here: at once, since bsp members come
