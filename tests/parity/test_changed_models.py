@@ -23,10 +23,11 @@ WORLD, STEPS, AT = 2, 6, (2, 4)
 HERE = [
     "ring",
     "server",
+    "ps-hra",
     "tiers",
     *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("hierarchical", "elastic", "server tiers")),
 ]
-ELSEWHERE = ("ps-hra", "peers", "peers tiers")
+ELSEWHERE = ("peers", "peers tiers")
 
 
 class Lora(nn.Module):

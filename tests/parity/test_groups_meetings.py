@@ -14,6 +14,7 @@ import atoll
 from atoll.core.config import Config, Groups, Run, Sync
 from atoll.hub.planner import GroupingSettings
 from atoll.train.api.place import Place
+from support.parity import ALONE, await_groups
 from support.pool import WorkerPool
 from support.served import ServedRun, served_worker
 
@@ -69,3 +70,36 @@ def test_workers_that_made_unequally_many_iterations_meet(
         assert result["sums"] == [everyone] * (STEPS // EVERY)
         assert result["parameters"] == results[0]["parameters"]
         assert result["size"] == WORKERS // groups
+
+
+def keeps_gradients(place: Place, address: str, sync: dict[str, Any]) -> None:
+    """A gradient that no `zero_grad` clears is the same after a meeting."""
+    groups = Groups(probe=ALONE - 1)
+    config = Config(run=Run(strategy="ps-hra"), sync=Sync(timeout="60s", **sync), groups=groups)
+    with served_worker(address, place.rank), atoll.join(config) as session:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+        optimizer = torch.optim.SGD(model[2].parameters(), lr=0.01)
+        session.prepare(model, optimizer)
+        for step in range(ALONE + 4):
+            await_groups(session, step)
+            batch = torch.full((4, 8), float(step + place.rank), dtype=torch.float64)
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            kept = [p.grad.clone() for p in model[0].parameters() if p.grad is not None]
+            assert len(kept) == 2
+            session.barrier()
+            assert all(p.grad is None for p in model[2].parameters())
+            found = [p.grad for p in model[0].parameters() if p.grad is not None]
+            assert len(found) == 2
+            assert all(map(torch.equal, kept, found))
+        assert session.group.size == WORKERS
+
+
+@pytest.mark.parametrize("consistency", ["asp", "bsp"])
+def test_a_gradient_that_the_script_keeps_goes_through_a_meeting(pool: WorkerPool, consistency: str) -> None:
+    settings = GroupingSettings(count=1, by="joint", consistency=consistency, regroup=False)  # type: ignore[arg-type]
+    with ServedRun(WORKERS, grouping=settings) as served:
+        pool.run(keeps_gradients, served.address, {"consistency": consistency}, world=WORKERS)
+    assert not served.failures

@@ -79,7 +79,8 @@ def settings(groups: Sequence[Sequence[int]], consistency: str, **options: Any) 
 @dataclass(frozen=True)
 class Fault:
     """`who` gets `what` when it reaches `point` for the `nth` time in an iteration of a group (in which it
-    speaks to the log, or does not, where `leads` says so); `moving`: as it moves for the `nth` time."""
+    speaks to the log, or does not, where `leads` says so); `anywhere`: as it moves, or prepares a model, for
+    the `nth` time."""
 
     who: int
     point: str
@@ -88,8 +89,8 @@ class Fault:
     what: signal.Signals = signal.SIGKILL
 
     @property
-    def moving(self) -> bool:
-        return self.point in MOVING
+    def anywhere(self) -> bool:
+        return self.point in MOVING or self.point in CHANGING
 
     @property
     def file(self) -> str:
@@ -102,6 +103,7 @@ class Fault:
 
 LINGER_SECONDS = 1.0  # in which others make many iterations, where they can
 MOVING = ("group.leaving", "group.formed", "group.ring", "group.arrived", "group.joined")
+CHANGING = ("change.left", "setup.sent", "setup.ready")  # a model is prepared, or prepared again
 
 
 @dataclass
@@ -133,7 +135,7 @@ class Striker:
                 time.sleep(0.05 if fault.what == signal.SIGSTOP else DEADLINE)
 
     def _is_due(self, fault: Fault, iteration: int) -> bool:
-        if fault.moving:
+        if fault.anywhere:
             return True
         if fault not in self.struck and self.session is not None and iteration >= 0:
             session = self.session
@@ -163,6 +165,7 @@ class Plan:
     run: str = RUN
     tiers: bool = False  # under budgets of memory: a third of the parameters on the device
     edits: bool = False  # bsp: the script clips each mean, and changes a part of it
+    changes: bool = False  # the model is changed and prepared again, now and then
 
 
 class Counting(nn.Module):
@@ -173,8 +176,15 @@ class Counting(nn.Module):
         super().__init__()
         self.counts = nn.Parameter(torch.zeros(MOST * MOST, SAMPLES))
 
+        self.more = nn.ParameterList()
+
     def forward(self, indices: Tensor, row: int, own: Tensor) -> Tensor:
         return self.counts[row, indices] * own
+
+    def grow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have one more parameter, of which nothing is used, in a param group of its own."""
+        self.more.append(nn.Parameter(torch.ones(len(self.more) + 2)))
+        optimizer.add_param_group({"params": [self.more[-1]], "lr": 0.5})
 
 
 def own_among(sampler: LeasedSampler, count: int) -> Tensor:
@@ -235,6 +245,9 @@ def counts(session: Session, who: int, plan: Plan) -> dict[str, Any]:
     for epoch in itertools.count(sampler.epoch):
         if epoch >= told_end(folder):
             break
+        if plan.changes and epoch:
+            model.grow(optimizer)
+            session.prepare(model, optimizer)
         for indices in torch.utils.data.DataLoader(data, batch_size=BATCH, sampler=sampler):  # type: ignore
             iteration, own = session.iteration, own_among(sampler, len(indices))
             given = indices[own > 0].tolist()
@@ -261,6 +274,18 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer]:
 def loss_of(model: nn.Module, who: int, step: int) -> Tensor:
     generator = torch.Generator().manual_seed(100 * step + who)
     return model(torch.randn(3, 5, generator=generator, dtype=torch.float64)).square().mean()
+
+
+EVERY = 10  # iterations, after which a model that changes is another one
+
+
+def replace_head(model: nn.Module, step: int) -> torch.optim.Optimizer:
+    """What a script makes of a model that changes, before this step; the rest keeps no state."""
+    assert isinstance(model, nn.Sequential)
+    with _seeding:
+        torch.manual_seed(step)
+        model[-1] = nn.Linear(33, 3 + step // EVERY).double()
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
 MAX_NORM = 1e-3  # of a mean that is clipped: each has more
@@ -295,6 +320,9 @@ def trains(session: Session, who: int, plan: Plan) -> dict[str, Any]:
     notes, given = Notes(who, session, model, folder), batches_of(data, sampler)
     while session.iteration < (end := told_end(folder)):
         iteration, indices = session.iteration, next(given)
+        if plan.changes and iteration and iteration % EVERY == 0:
+            optimizer = replace_head(model, iteration)
+            session.prepare(model, optimizer)
         optimizer.zero_grad()
         notes.add("tried", iteration, epoch=sampler.epoch, indices=indices.tolist())
         session.weight(2.0**who)
@@ -503,6 +531,8 @@ class Case:
         assert sorted(weights) == list(range(told_end(self.plan.folder)))
         model, optimizer = make()
         for step in sorted(weights):
+            if self.plan.changes and step and step % EVERY == 0:
+                optimizer = replace_head(model, step)
             optimizer.zero_grad()
             for who in members_of(weights[step]):
                 (loss_of(model, who, step) * 2.0**who / weights[step]).backward()

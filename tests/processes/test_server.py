@@ -339,6 +339,115 @@ def test_a_checkpoint_is_loaded_by_those_who_are_left(start: Callable[..., Run],
         one.parameters(1)
 
 
+def changed(run: Run, by: Worker, iteration: int, **setup: Any) -> None:
+    """The workers of a run set up a changed model, which worker `by` brings."""
+    for worker in run.workers:
+        if worker is not by:
+            worker.ready("changed", wait=False)
+    by.set_up(len(run.workers), digest="changed", steps=iteration, **setup)
+    by.ready("changed")
+    for worker in run.workers:
+        for shard in range(run.model.shards if worker is not by else 0):
+            worker.expect(shard, m.Ready)
+
+
+def test_a_changed_model_is_brought_by_whoever_is_first_then(start: Callable[..., Run]) -> None:
+    """The worker that has described the model first may be gone, or be in a group by now."""
+    run = start(2, 3)
+    hub, (_one, two, three) = run.hub(), run.workers
+    run.iterate(0)
+    hub.send(0, m.Fence(worker=0, incarnation=1))
+    hub.expect(0, m.Fenced)
+    run.workers = [two, three]
+    changed(run, two, 1)
+    run.model.plain.state.clear()  # nobody brought a state
+    run.iterate(1)
+    run.iterate(2)
+
+
+@pytest.mark.parametrize("same_group", [False, True])
+def test_another_worker_brings_a_changed_model_whose_bringer_was_lost(
+    start: Callable[..., Run], same_group: bool
+) -> None:
+    """The first shard has a part of it, and the second one nothing."""
+    run = start(2, 2)
+    hub, (one, two) = run.hub(), run.workers
+    for worker in run.workers:
+        for shard in range(2):
+            worker.send(shard, m.Ready(digest="d", number=1))
+            worker.expect(shard, m.Ready)
+    run.iterate(0)
+    one.send(0, run.model.setup(0, workers=2, digest="changed", steps=1, number=2))
+    chunk = run.model.held(0)[0]
+    one.send(0, m.SetChunk(chunk=chunk, number=2), payload_of(run.model.flat(chunk) + 1.0))
+    one.heard(0)
+    one.close()
+    if same_group:
+        two = run.again(0, 1, member=1)
+        run.workers[1].close()
+    else:
+        hub.send(0, m.Fence(worker=0, incarnation=1))
+        hub.expect(0, m.Fenced)
+    for shard in range(2):
+        two.send(shard, run.model.setup(shard, workers=2, digest="changed", steps=1, number=2))
+        for chunk in run.model.held(shard):
+            two.send(shard, m.SetChunk(chunk=chunk, number=2), payload_of(run.model.flat(chunk)))
+        two.send(shard, m.Ready(digest="changed", number=2))
+        two.expect(shard, m.Ready)
+    if same_group:
+        hub.send(0, m.Fence(worker=1, incarnation=2))
+        hub.expect(0, m.Fenced)
+    run.workers = [two]
+    run.model.plain.state.clear()
+    run.iterate(1)
+    for shard in range(2):  # the next set-up is the next one
+        two.send(shard, run.model.setup(shard, workers=2, digest="more", steps=2, number=3))
+        for chunk in run.model.held(shard):
+            two.send(shard, m.SetChunk(chunk=chunk, number=3), payload_of(run.model.flat(chunk)))
+        two.send(shard, m.Ready(digest="more", number=3))
+        two.expect(shard, m.Ready)
+    run.model.plain.state.clear()
+    run.iterate(2)
+
+
+@pytest.mark.parametrize("consistency", ["bsp", "asp"])
+def test_a_newcomer_that_prepared_the_model_as_it_was_is_refused(
+    start: Callable[..., Run], consistency: str
+) -> None:
+    run = start(2, 2, consistency=consistency)
+    late = run.again(2, 9)
+    late.ready()
+    changed(run, run.workers[0], 0, consistency=consistency)
+    late.send(0, m.Arrive(incarnation=9))
+    assert "have changed their model" in late.refused()
+    if consistency == "bsp":
+        run.iterate(0)  # nobody waits for it
+
+
+def test_a_newcomer_that_waits_to_enter_as_the_model_changes_is_refused(start: Callable[..., Run]) -> None:
+    run = start(2, 2)
+    hub, (one, _two) = run.hub(), run.workers
+    run.iterate(0)
+    late = run.again(2, 9)
+    late.ready()
+    late.send(0, m.Arrive(incarnation=9))
+    late.heard(0)
+    late.ask(0)  # it enters with the next iteration but one
+    for shard in range(2):
+        late.heard(shard)
+        assert not late.come[shard][m.Parameters]
+    changed(run, one, 1)
+    run.model.plain.state.clear()
+    for shard in range(2):
+        assert "have changed their model" in late.refused(shard)
+    late.push(1, gradients(2))
+    late.commit(1)
+    assert "have changed their model" in late.refused()
+    hub.send(0, m.Fence(worker=2, incarnation=9))
+    hub.expect(0, m.Fenced)
+    run.iterate(1)
+
+
 def test_what_is_sent_twice_counts_once(start: Callable[..., Run]) -> None:
     run = start(1, 1)
     (worker,) = run.workers

@@ -163,6 +163,24 @@ def test_members_are_killed_while_they_move(tmp_path: Path) -> None:
     all_survive(tmp_path, dict(ON_THE_WAY))
 
 
+# -- while a changed model is prepared ----------------------------------------------------------------------
+
+WHILE_CHANGING = [
+    some_die("bsp", "leader", Fault(0, "change.left", nth=2), changes=True),
+    some_die("bsp", "members", Fault(3, "setup.ready", nth=3), changes=True, tiers=True),
+    some_die("asp", "leader", Fault(1, "setup.ready", nth=3), changes=True),
+    some_die("asp", "members", Fault(2, "change.left", nth=2), changes=True),
+    some_die("bsp", "leader", Fault(0, "setup.sent", nth=2), changes=True, tiers=True),
+    some_die("asp", "leader", Fault(0, "setup.sent", nth=3), changes=True),
+]
+
+
+@pytest.mark.parametrize("case", [pytest.param(run, id=name) for name, run in WHILE_CHANGING])
+def test_members_are_killed_while_they_prepare_a_changed_model(tmp_path: Path, case: Run) -> None:
+    """Who is left goes on with the changed model, and every contribution counts once."""
+    case(tmp_path / "run")
+
+
 # -- at every point ----------------------------------------------------------------------------------------
 
 OF_LEADERS = ("group.committed", "group.stepped")  # and under `leader` also group.pushed
@@ -291,16 +309,34 @@ def shards_die(
     consistency: str, uplink: str, points_of: Sequence[str], folder: Path, *, tiers: bool = False
 ) -> None:
     """Each in a group's exchange, and they go on in their folders."""
-    folder.mkdir()
     kills = [Kill(0, point, 10 + 6 * number) for number, point in enumerate(points_of)]
+    are_killed(consistency, uplink, kills, folder, tiers=tiers)
+
+
+def are_killed(consistency: str, uplink: str, kills: Sequence[Kill], folder: Path, **more: bool) -> None:
+    """These shards are killed, and go on in their folders. `more` is the Plan's."""
+    folder.mkdir()
     hub = settings(GROUPS, consistency)
     with MortalRun(folder / "run", WORKERS, 2, kills, grouping=hub) as run:
-        plan = Plan(run.address, consistency, uplink, (), folder, tiers=tiers)
+        plan = Plan(run.address, consistency, uplink, (), folder, **more)
         with workers_of(plan, folder / "run" / "hub", WORKERS) as made:
             made.wait_for(lambda: len(run.fired) == len(kills), "the shards' deaths")
             made.wait_until_together(GROUPS)
             finish(made, range(WORKERS))
         assert not run.failures
+
+
+@pytest.mark.parametrize(
+    ("consistency", "uplink", "kills"),
+    [
+        ("bsp", "leader", [Kill(0, "shard.setup", 0, nth=4), Kill(1, "shard.setup", 0, nth=6)]),
+        ("asp", "members", [Kill(0, "shard.setup", 0, nth=6), Kill(1, "shard.setup", 0, nth=2)]),
+    ],
+)
+def test_shards_are_killed_while_a_changed_model_comes(
+    tmp_path: Path, consistency: str, uplink: str, kills: list[Kill]
+) -> None:
+    are_killed(consistency, uplink, kills, tmp_path / "run", changes=True)
 
 
 @pytest.mark.parametrize("case", [a_group_dies, one_comes_again], ids=lambda case: case.__name__)

@@ -359,9 +359,9 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         "one optimizer with a param group for each, or set sync.pipeline to 0",
     ),
     "prepared-again": (
-        Choices({"sync": "bsp", "again": True, "run.strategy": "ps-hra"}),
-        "strategy 'ps-hra' takes a model as it is when session.prepare first sees it, and not once more",
-        "prepare the changed model in another session, or set run.strategy to ring, hierarchical or server",
+        Choices({"sync": "peers", "again": True, "run.strategy": "peers"}),
+        "strategy 'peers' takes a model as it is when session.prepare first sees it, and not once more",
+        "in another session, or set run.strategy to ring, hierarchical, server or ps-hra",
     ),
     "prepared-again-replicas": (
         Choices({"sync": "replicas", "again": True, "run.strategy": "ring"}),

@@ -474,9 +474,9 @@ def _of_models() -> Iterator[Need]:
     yield Need(
         "prepared-again",
         prepare,
-        {"sync": Is("bsp", "ssp", "asp", "peers"), "run.strategy": IsNot("server"), "again": Is(True)},
+        {"sync": Is("peers"), "again": Is(True)},
         "strategy {run.strategy!r} takes a model as it is when session.prepare first sees it, and not once "
-        f"more after it has changed: {before}, or set run.strategy to ring, hierarchical or server",
+        f"more after it has changed: {before}, or set run.strategy to ring, hierarchical, server or ps-hra",
         PrepareError,
     )
     yield Need(

@@ -66,6 +66,9 @@ POINTS: dict[str, str] = {
     "group.ring": "the group's ring stands, and the first member's state is taken over",
     "group.arrived": "the shards know the group, and the hub does not know that yet",
     "group.joined": "the group's parameters are there: its first iteration begins",
+    "change.left": "a model that has changed is let go, and not prepared again yet",
+    "setup.sent": "the first worker has described a model to the shards, and sent its values",
+    "setup.ready": "the shards have the model, and this worker does not have their parameters yet",
     # A node's CPU side, under strategy peers.
     "node.contributed": "the node's own contribution is in host memory, and nobody else knows",
     "node.sending": "a contribution has left for one node, and may not have for the others",

@@ -7,15 +7,17 @@ from atoll.core.errors import UserError
 from atoll.server.heard import NOT_SET_UP, Handler, Heard
 from atoll.server.logkeeper import LogKeeper
 from atoll.server.peers import Peers
+from atoll.server.setups import SetUps
 from atoll.server.training import Training
 from atoll.wire import messages
 
 
 class LogDesk:
-    """Handlers that pass valid messages to `log`; `training` has the model that they are checked against."""
+    """Handlers that pass valid messages to `log`; `training` has the model that they are checked against, and
+    `setups` the workers that have prepared it."""
 
-    def __init__(self, log: LogKeeper, peers: Peers, training: Training) -> None:
-        self._log, self._peers, self._training = log, peers, training
+    def __init__(self, log: LogKeeper, peers: Peers, training: Training, setups: SetUps) -> None:
+        self._log, self._peers, self._training, self._setups = log, peers, training, setups
         contribution = Handler(self._handle_contribution)
         entering = Handler(self._handle_entering, "workers enter at shard 0")
         shard = Handler(self._handle_shard, "shards speak for themselves, to shard 0", "shard")
@@ -46,7 +48,7 @@ class LogDesk:
         model = self._training.model
         if model is None or not model.complete:
             return NOT_SET_UP
-        if reason := messages.unreadable(message.stand):
+        if reason := messages.unreadable(message.stand) or self._setups.refusal(heard.life):
             return reason
         asynchronous = isinstance(message, messages.Commit) and model.setup.consistency != "bsp"
         if asynchronous or (isinstance(message, messages.Step) and message.accepted):
@@ -83,6 +85,8 @@ class LogDesk:
         self._hear(heard)
         message = heard.message
         if isinstance(message, messages.Arrive):
+            if reason := self._setups.refusal(heard.life):
+                return reason
             return self._log.handle_arrive(*heard.life, message.meeting)
         if isinstance(message, messages.WantState):
             self._log.handle_want(*heard.life, message)

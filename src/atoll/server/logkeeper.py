@@ -111,7 +111,9 @@ class LogKeeper:
 
     def set_up(self, setup: Setup, holders: Collection[int]) -> None:
         """Begin a new generation of the log; `holders` are the shards that hold trainable chunks."""
+        grouping = 0
         if self._log is not None:
+            grouping = self._log.grouping
             for worker, incarnation in {**self.state.joined, **self.state.fenced}.items():
                 self.state.used_before[worker, incarnation] = self._log.used.of(worker, incarnation).used + (
                     self.state.used_before.get((worker, incarnation), [])
@@ -130,6 +132,7 @@ class LogKeeper:
             self.state.loose,
             setup.staleness,
         )
+        log.grouping = grouping  # groups that know of it have moved already
         for worker, incarnation in sorted(self.state.fenced.items()):
             self._act(log.handle_fence(worker, incarnation))
         for worker, incarnation in sorted(self.state.joined.items()):

@@ -43,19 +43,27 @@ class SetUps:
             return self.bases.setdefault(who, latest - number) + number
         return self.readies.get(who, latest - 1) + 1
 
+    def refusal(self, who: Life) -> str:
+        """Return why a worker may not take part: it has not prepared the model of the latest set-up. Empty
+        for a worker that has, and for a new group, whose members have."""
+        if 0 < self.readies.get(who, 0) < self._lines.generation:
+            return _set_up_since(who[0])
+        return ""
+
     def _handle_setup(self, heard: Heard) -> str:
         setup, who, model = heard.message, heard.life, self._training.model
         wanted = self._next_of(who, setup.number)
         if model is not None and model.complete and who != self.setter:
             if setup.codec != model.setup.codec:
                 return _unlike_codecs(heard.worker, setup.codec, self.setter[0], model.setup.codec)
-            if setup.digest != model.setup.digest:
-                return self._trains_another()
-            if wanted <= self._lines.generation:
-                return ""  # a restarted first worker: the values here count, and the worker pulls them
-        if setup.number and wanted <= self._lines.generation and who == self.setter:
-            self._setter_member = heard.hello.member
-            return ""  # a duplicate
+            if wanted <= self._lines.generation:  # a first worker that was started again
+                if setup.digest != model.setup.digest:
+                    return self._trains_another()
+                return ""  # the values here count, and the worker pulls them
+        lost = model is not None and not model.complete and setup.digest == model.setup.digest
+        if setup.number and wanted <= self._lines.generation and (who == self.setter or lost):
+            self.setter, self._setter_member = who, heard.hello.member
+            return ""  # a duplicate, or of another worker, since the one that brought the model was lost
         made = self._made(setup)
         if isinstance(made, str):
             if model is None:
@@ -87,7 +95,11 @@ class SetUps:
 
     def _begin(self, model: Model, setter: Life) -> None:
         """Train this model from now on; `setter` brings its values."""
-        setup = model.setup
+        setup, former = model.setup, self._training.model
+        for asked in [] if former is None else former.pulls.of_newcomers():  # it answers nobody any more
+            peer = self._peers.member(asked.worker, asked.pull.incarnation, asked.member)
+            if peer is not None:
+                self._door.refuse(peer, _set_up_since(asked.worker), "Pull")
         self._kept.abandon_snapshot()
         self._training.model, self.setter, self._refused = model, setter, ("", "")
         self._lines.begin()
@@ -140,7 +152,9 @@ class SetUps:
             peer = self._peers.member(*who)
             if ready.digest == model.setup.digest:
                 self._peers.send(peer, ready)
-            elif peer is not None:
+                continue
+            self.readies.pop(who[:2], None)  # it has made no set-up, and brings none
+            if peer is not None:
                 self._door.refuse(peer, self._differs(who[0], ready, model), "Ready")
 
     def _differs(self, worker: int, ready: Ready, model: Model) -> str:
@@ -150,6 +164,14 @@ class SetUps:
             f"worker {worker} has another model, layout or optimizer than worker {self.setter[0]} has "
             "described; start the same script with the same settings everywhere"
         )
+
+
+def _set_up_since(worker: int) -> str:
+    """Message for a worker that came late, and has the model of an earlier set-up."""
+    return (
+        f"the workers have changed their model, or loaded a checkpoint, since worker {worker} came and "
+        "prepared its own: start it again, with the model as it is now at session.prepare"
+    )
 
 
 def _unlike_codecs(worker: int, own: str, other: int, others: str) -> str:

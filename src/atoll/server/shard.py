@@ -96,7 +96,7 @@ class Shard:
         stepper, setups = LogExecutor(common), self._make_setups()
         desk = elsewhere(index)
         if self._log is not None:
-            desk = LogDesk(self._log, self._peers, self._training).handlers
+            desk = LogDesk(self._log, self._peers, self._training, setups).handlers
         handlers = {
             **desk,
             **setups.handlers,

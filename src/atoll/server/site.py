@@ -23,7 +23,7 @@ from atoll.net.endpoint import Endpoint, Server, poll
 from atoll.net.keys import Keys
 from atoll.server.common import Common
 from atoll.server.door import Door
-from atoll.server.heard import Handler, Heard
+from atoll.server.heard import Handler, Heard, Life
 from atoll.server.journal import Journal, JournalError
 from atoll.server.links import HubLink
 from atoll.server.logkeeper import LogKeeper
@@ -69,6 +69,10 @@ class SiteSetUps(SetUps):
     ) -> None:
         super().__init__(common, door, make)
         self._site_log, self._find = log, find
+
+    def refusal(self, who: Life) -> str:  # noqa: ARG002
+        """Return "": the site's workers reach a set-up one after another, with one model all the time."""
+        return ""
 
     def _handle_setup(self, heard: Heard) -> str:
         setup, model = heard.message, self._training.model

@@ -71,9 +71,9 @@ class Pulls:
 
     def _is_ready(self, asked: PullRequest) -> bool:
         state, pull = self._state, asked.pull
-        member = state.members.get(asked.worker)
-        if member is None or member.incarnation != pull.incarnation:
+        if not self._takes_part(asked):
             return False
+        member = state.members[asked.worker]
         if isinstance(pull, messages.PullMean):
             return asked.worker in state.mean_of and pull.iteration == state.combined
         if state.consistency == "bsp":
@@ -95,6 +95,14 @@ class Pulls:
     def waiting(self) -> list[PullRequest]:
         """Return the pulls that are not answered yet."""
         return list(self._waiting.values())
+
+    def of_newcomers(self) -> list[PullRequest]:
+        """Return the pulls that are not answered yet since their workers have yet to enter."""
+        return [asked for asked in self._waiting.values() if not self._takes_part(asked)]
+
+    def _takes_part(self, asked: PullRequest) -> bool:
+        member = self._state.members.get(asked.worker)
+        return member is not None and member.incarnation == asked.pull.incarnation
 
 
 def _both(waiting: PullRequest, asked: PullRequest) -> PullRequest:

@@ -68,6 +68,8 @@ from atoll.train.sync.replicas import Replicated
 from atoll.train.sync.servedmodels import ServedModels
 from atoll.train.sync.service import Service
 from atoll.train.sync.strategies import Alone, OverRing, Served, Strategy, exchange_alone, exchange_in_group
+from atoll.train.sync.together import Together
+from atoll.train.sync.uplink import UplinkChoice
 
 # A worker's membership in its run: with shards, in a ring at a hub, as a node's device; None: by torchrun, or
 # alone.
@@ -491,7 +493,9 @@ def _with_shards(config: Config, place: Place, device: torch.device, service: Se
     make_exchange, of_group = exchange_alone(service.site), False
     if ring is not None and regrouping is not None:
         own_group = partial(at_shards, regrouping, ring)
-        make_exchange, of_group = exchange_in_group(ring, regrouping), True
+        said = Together(ring, service.used, grouping=regrouping.known, move=regrouping.move)
+        make_exchange = exchange_in_group(said, UplinkChoice(config.sync.uplink, ring))
+        of_group = True
     served = Served(service, workers, config, entrance, models, make_exchange, of_group=of_group)
 
     def tell_of_start() -> None:

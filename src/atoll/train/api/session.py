@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.axes.needs import check, refusal
-from atoll.core import events
+from atoll.core import events, points
 from atoll.core.childsignals import child_deaths_ignored
 from atoll.core.config import SPEED_VARIABLE, Config
 from atoll.core.effects import without_effect
@@ -242,6 +242,7 @@ class Session:
             if former is not None:
                 self._collectives.refresh("session.prepare")
                 former.leave(optimizers)
+                points.reach("change.left", self._state.iteration)
             if average is not None:
                 average.begin(optimizers)
             prepared = Prepared(

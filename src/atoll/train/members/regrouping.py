@@ -143,8 +143,8 @@ class Regrouping:
 
     def is_called(self) -> bool:
         """True if the hub wants this worker in another group, and the worker is between two of its
-        iterations."""
-        return self.known() > self.grouping and not self._parts.models.exchange.reduced
+        iterations, with a model at the shards."""
+        return self.known() > self.grouping and self._parts.models.exchange.rests
 
     def answer(self) -> None:
         """Move this worker, a group of one, to the hub's latest grouping."""

@@ -89,9 +89,9 @@ class TieredModel(ServedModel):
         self._kept: dict[int, dict[str, str]] = {}  # by chunk: the dtype of each element-wise state
         self._given: dict[nn.Parameter, Mapping[str, Any]] = {}  # states that a checkpoint has brought
 
-    def set_up(self) -> None:
+    def _describe(self) -> None:
         self._tiers.held().write_back()
-        super().set_up()
+        super()._describe()
 
     def fetch_parameters(self) -> None:
         self._given = {}

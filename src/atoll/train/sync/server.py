@@ -135,7 +135,11 @@ class Parts:
 
 
 class Server(Reducer):
-    """One model's exchange with the shards: the part that all kinds of exchanges share."""
+    """One model's exchange with the shards: the part that all kinds of exchanges share.
+
+    Attributes:
+        at_shards: True from the model's set-up at the shards on, until the exchange is closed.
+    """
 
     def __init__(self, parts: Parts) -> None:
         chunks, connection, calls = parts.chunks, parts.connection, parts.calls
@@ -170,6 +174,7 @@ class Server(Reducer):
         self._shares = calls.shares
         self._speed: Speeds = {}  # this worker's report on its speed in this iteration, if there is one
         self._ends = True  # False: the latest step was one of several of its gradients
+        self.at_shards = False
 
     def close(self) -> None:
         """Let the model go, with the parameters that the last step requested, unless an error ends it."""
@@ -178,6 +183,7 @@ class Server(Reducer):
         super().close()
         self._client.close()
         self._store.close()
+        self.at_shards = False
 
     # -- an iteration --------------------------------------------------------------------------------------
 
@@ -257,6 +263,12 @@ class Server(Reducer):
         """
         if not self.reduced:
             self.steps = max(self.steps, clock)
+
+    @property
+    def rests(self) -> bool:
+        """True between two iterations of a model that is set up. Only then may the group change, or make an
+        iteration for members that are not in the call yet."""
+        return not self.reduced and self.at_shards
 
     def gather_members(self) -> None:
         """Return when all members of the group have come to a meeting. Here: at once, since bsp members come
@@ -759,10 +771,11 @@ class GroupValuesExchange(Server):
 
         Until then, take part with weight 0 in iterations that the others still make. Members that made
         iterations alone have made unequal numbers of them, so they come to one line of their script in
-        different iterations of the group. Within an iteration, between backward and step, all have come.
+        different iterations of the group. Within an iteration, between backward and step, all have come. So
+        they have once a changed model is to take this one's place.
         """
         ring = self._together.ring
-        while ring.world > 1 and not self.reduced:
+        while ring.world > 1 and self.rests:
             ring.scripts.check_ended()
             if not self._help():
                 return

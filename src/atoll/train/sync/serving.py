@@ -16,12 +16,11 @@ from atoll.train.gradients.reducer import Calls
 from atoll.train.gradients.ring import RingBuckets, RingSum
 from atoll.train.gradients.sums import AtEnd, GroupSum, MakeSum, Own
 from atoll.train.gradients.tiersums import Holder, TierCarrier
-from atoll.train.group.rounds import Ring
 from atoll.train.sync.connection import Connection
 from atoll.train.sync.server import GroupValuesExchange, MeanExchange, Parts, Server, ValuesExchange
 from atoll.train.sync.stores import InTiers, Resident, Store
 from atoll.train.sync.together import Together
-from atoll.train.sync.uplink import Self, Uplink, Wanted
+from atoll.train.sync.uplink import Self, Uplink, UplinkChoice
 from atoll.wire.messages import Hyperparameters
 
 Policy: TypeAlias = Literal["bsp", "ssp", "asp"]
@@ -82,11 +81,9 @@ def serve_group(
     connection: Connection,
     calls: Calls,
     *,
-    ring: Ring,
-    uplink: Wanted,
+    together: Together,
+    choice: UplinkChoice,
     message_bytes: int,
-    grouping: Callable[[], int],
-    move: Callable[[int], None],
     settings: Callable[[], Settings],
     hyperparameters: Callable[[], Hyperparameters],
     held: Holder | None = None,
@@ -99,18 +96,15 @@ def serve_group(
         chunks: the model's trained chunks.
         connection: the connection to the shards.
         calls: the model's services.
-        ring: the group's ring.
-        uplink: the configuration's sync.uplink.
+        together: what the group's members report to one another, with their ring.
+        choice: how the group talks to the shards.
         message_bytes: the least bytes of a message on the ring.
-        grouping: returns the hub's latest grouping that this worker knows.
-        move: called with a grouping after a step whose answer told the group to move to it.
         settings: returns the hyperparameters that must be equal on all members.
         hyperparameters: returns the optimizer's hyperparameters.
         held: returns the model in its tiers; None if it lies on the device.
         pipeline: the configuration's sync.pipeline.
     """
-    feedback = feedback_of(chunks, connection)
-    together = Together(ring, connection.used, grouping=grouping, move=move)
+    ring, feedback = together.ring, feedback_of(chunks, connection)
     carry = partial(RingBuckets, least=message_bytes)
     over_ring = partial(
         RingSum,
@@ -135,7 +129,7 @@ def serve_group(
         calls=calls,
         make_sum=over_ring,
         make_store=make_store,
-        speaker=Uplink(uplink, ring, chunks, feedback),
+        speaker=Uplink(choice, ring, chunks, feedback),
         feedback=feedback,
         together=together,
         keeps_graphs=policy != "bsp" and not pipeline,

@@ -184,13 +184,15 @@ class Resident:
         """Do nothing: gradients are not examined as they leave."""
 
     def put_away(self) -> Callable[[], None]:
-        shown = [(p, p.grad, view) for c in self._gradients.values() for p, view in c.slots()]
-        for parameter, _, _ in shown:
+        shown = []
+        for parameter, view in (pair for chunk in self._gradients.values() for pair in chunk.slots()):
+            gradient = parameter.grad  # a mean that the script keeps lies where others' sums go
+            shown.append((parameter, view.clone() if gradient is view else gradient))
             parameter.grad = None
 
         def put_back() -> None:
-            for parameter, gradient, view in shown:
-                parameter.grad = None if gradient is view else gradient  # the view was overwritten
+            for parameter, gradient in shown:
+                parameter.grad = gradient
 
         return put_back
 

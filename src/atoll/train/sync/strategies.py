@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from atoll.chunks import ChunkMap
+from atoll.core import points
 from atoll.core.config import Config
-from atoll.core.errors import RunError
+from atoll.core.errors import RunError, UserError
 from atoll.core.optimizerkind import OptimizerKind
 from atoll.exchange.codecs import codec_named
 from atoll.exchange.coding import Coding, bytes_of
@@ -38,14 +39,14 @@ from atoll.train.gradients.ring import Boundary, RingReducer
 from atoll.train.gradients.solo import GatheredGradients, SoloReducer, are_quickly_gathered
 from atoll.train.gradients.tiersums import Holder
 from atoll.train.group.inner import AnyRing
-from atoll.train.group.rounds import Ring
-from atoll.train.members.regrouping import Regrouping
 from atoll.train.members.workers import Workers
 from atoll.train.sync.connection import Connection, IterationMembers, values_of
 from atoll.train.sync.servedmodels import ServedModels
 from atoll.train.sync.server import ALL, Server, Turn
 from atoll.train.sync.service import Service
 from atoll.train.sync.serving import serve_alone, serve_group
+from atoll.train.sync.together import Together
+from atoll.train.sync.uplink import UplinkChoice
 from atoll.wire.messages import (
     AnyMessage,
     PullState,
@@ -294,7 +295,10 @@ class Served:
             made = self._workers.gather(model.exchange.steps, "the iterations that the workers have made")
             model.exchange.steps = made[0]  # under asp others are at other iterations: all begin at this one
         self._models.put(training.number, model)
-        model.set_up()
+        if training.former is None:
+            model.set_up()
+        else:
+            model.set_up_again()
         steppers = [
             RemoteOptimizer(
                 each.optimizer,
@@ -343,8 +347,11 @@ def exchange_alone(site: str) -> MakeExchange:
     return make
 
 
-def exchange_in_group(ring: Ring, regrouping: Regrouping) -> MakeExchange:
-    """Return the maker of the exchange of a worker in a group, which comes to the shards as one."""
+def exchange_in_group(together: Together, choice: UplinkChoice) -> MakeExchange:
+    """Return the maker of the exchange of a worker in a group, which comes to the shards as one.
+
+    What the group's members have said to one another, and how it talks to the shards, outlives each model.
+    """
 
     def make(training: Training, connection: Connection, held: Holder | None) -> Server:
         sync = training.config.sync
@@ -353,11 +360,9 @@ def exchange_in_group(ring: Ring, regrouping: Regrouping) -> MakeExchange:
             training.chunks,
             connection,
             training.calls,
-            ring=ring,
-            uplink=sync.uplink,
+            together=together,
+            choice=choice,
             message_bytes=message_bytes_for(training.chunk_map),
-            grouping=regrouping.known,
-            move=regrouping.move,
             # A member that waits in a meeting takes part in iterations that its script does not count.
             settings=partial(_settings, training, scheduled=sync.consistency == "bsp"),
             hyperparameters=partial(sent_groups_of_all, training.optimizers),
@@ -433,15 +438,52 @@ class ServedModel:
 
         To a site's shard, each worker describes the model.
         """
-        shards, digest = self._service.shards, self._digest()
         self.set_ups += 1
+        self._describe()
+        self._begin()
+
+    def set_up_again(self) -> None:
+        """Set up a model that has changed, with the values and states that all workers hold.
+
+        If the worker that brings them is lost before the shards have them, the next one brings them. Raises
+        UserError on all workers if the shards refuse the model.
+        """
+        self.set_ups += 1
+        bringer, there = -1, list[int]()
+        while bringer not in there:
+            bringer = self._workers.ranks[0]
+            failure: UserError | None = None
+            if self._workers.is_first:
+                try:
+                    self._describe()
+                    self._await_ready()
+                except UserError as error:
+                    failure = error
+            told = self._workers.gather(str(failure or ""), "the changed model, brought to the shards")
+            there = self._workers.ranks
+            if failure is not None:
+                raise failure
+            for rank, reason in zip(there, told, strict=True):
+                if reason:
+                    raise UserError(f"worker {rank}: {reason}")
+        self._begin()
+
+    def _describe(self) -> None:
+        """Describe the model to the shards, and bring its values, if this worker is the one that does."""
+        shards, digest = self._service.shards, self._digest()
         if self._workers.is_first or self._service.site:
             for shard in range(len(shards)):
                 shards.send(shard, self._setup(shard, digest), until=SET_UP)
         if self._workers.is_first:
             for bound in self._training.chunks:
                 self._bring(bound)
-        self._await_ready(digest, "worker 0's description of the model")
+            points.reach("setup.sent", self.exchange.steps)
+
+    def _begin(self) -> None:
+        """Wait until the shards are ready, and begin with their parameters."""
+        self._await_ready()
+        points.reach("setup.ready", self.exchange.steps)
+        self.exchange.at_shards = True
         if not self._workers.late:
             self.fetch_parameters()
 
@@ -452,12 +494,12 @@ class ServedModel:
         set-up. `what` names the wait.
         """
         self.set_ups = 1
-        self._await_ready(self._digest(), what)
+        self._await_ready(what)
 
-    def _await_ready(self, digest: str, what: str) -> None:
+    def _await_ready(self, what: str = "worker 0's description of the model") -> None:
         shards = self._service.shards
         self._ready.clear()
-        asked = Ready(digest=digest, number=self._number, codec=self._training.config.sync.codec)
+        asked = Ready(digest=self._digest(), number=self._number, codec=self._training.config.sync.codec)
         shards.ask(range(len(shards)), asked, SET_UP, self._ready, what)
 
     def fetch_parameters(self) -> None:

@@ -60,6 +60,44 @@ class Role:
 _ALONE = Role(0, leads=True, talks=True, share=(0, 1), able=(0,))
 
 
+class UplinkChoice:
+    """How this worker's group talks to the shards. It is chosen as the group forms, for whatever model the
+    group trains.
+
+    Attributes:
+        kind: how the group talks to the shards.
+        reason: the reason for `kind`.
+        contributor: the group's number, from which, with the iteration, the leader is drawn.
+    """
+
+    def __init__(self, wanted: Wanted, ring: Ring) -> None:
+        self._wanted, self._ring = wanted, ring
+        self.kind: Kind = "leader" if wanted == "auto" else wanted
+        self.reason = "sync.uplink"
+        self.contributor = 0
+
+    def join(self, contributor: int, what: str) -> None:
+        """Begin in a new group: all members choose `kind` alike, by the machines on which they are. A
+        collective of the ring.
+
+        A leader sends and fetches S bytes over one machine's link, and broadcasts S. Of m members on m
+        machines each sends and fetches S/m, and all-gathers (m - 1)/m S. So members gain if each has a link
+        of its own. On one machine they share the link, and m answers cost the shards more than one
+        (docs/notes/ps-hra.md has the figures).
+        """
+        self.contributor = contributor
+        if self._wanted != "auto":
+            return
+
+        def act() -> list[bytes]:
+            return gather_bytes(self._ring.agreement, self._ring.place.host.encode(), what)
+
+        hosts = self._ring.round(what, act)
+        apart = len(set(hosts)) == len(hosts) > 1
+        self.kind = "members" if apart else "leader"
+        self.reason = "each member has a link of its own" if apart else "members share a machine's link"
+
+
 class Self:
     """The speaker of a worker that talks for itself."""
 
@@ -99,47 +137,27 @@ class Self:
 
 
 class Uplink:
-    """The speaker of a group, over its ring.
-
-    Attributes:
-        kind: how the group talks to the shards.
-        reason: the reason for `kind`.
-        contributor: the group's number, from which, with the iteration, the leader is drawn.
-    """
+    """The speaker of a group, over its ring, for one model."""
 
     def __init__(
-        self,
-        wanted: Wanted,
-        ring: Ring,
-        chunks: Sequence[BoundChunk],
-        feedback: Feedback,
+        self, choice: UplinkChoice, ring: Ring, chunks: Sequence[BoundChunk], feedback: Feedback
     ) -> None:
-        self._wanted, self._ring, self._feedback = wanted, ring, feedback
-        self.kind: Kind = "leader" if wanted == "auto" else wanted
-        self.reason = "sync.uplink"
+        self._choice, self._ring, self._feedback = choice, ring, feedback
         self._chunks = list(chunks)
-        self.contributor = 0
+
+    @property
+    def kind(self) -> Kind:
+        """How the group talks to the shards."""
+        return self._choice.kind
+
+    @property
+    def reason(self) -> str:
+        """The reason for `kind`."""
+        return self._choice.reason
 
     def join(self, contributor: int, what: str) -> None:
-        """Begin in a new group: all members choose `kind` alike, by the machines on which they are. A
-        collective of the ring.
-
-        A leader sends and fetches S bytes over one machine's link, and broadcasts S. Of m members on m
-        machines each sends and fetches S/m, and all-gathers (m - 1)/m S. So members gain if each has a link
-        of its own. On one machine they share the link, and m answers cost the shards more than one
-        (docs/notes/ps-hra.md has the figures).
-        """
-        self.contributor = contributor
-        if self._wanted != "auto":
-            return
-
-        def act() -> list[bytes]:
-            return gather_bytes(self._ring.agreement, self._ring.place.host.encode(), what)
-
-        hosts = self._ring.round(what, act)
-        apart = len(set(hosts)) == len(hosts) > 1
-        self.kind = "members" if apart else "leader"
-        self.reason = "each member has a link of its own" if apart else "members share a machine's link"
+        """Begin in a new group (`UplinkChoice.join`)."""
+        self._choice.join(contributor, what)
 
     def role(self, iteration: int, able: Sequence[int] = ()) -> Role:
         """Return this member's role in the exchange of `iteration`, in the present ring.
@@ -150,7 +168,7 @@ class Uplink:
         place = self._ring.place
         names = [place.name_of(rank) for rank in range(place.world)]
         ranks = [rank for rank, name in enumerate(names) if name in able] or list(range(place.world))
-        leader = random.Random(f"{self.contributor}/{iteration}").choice(ranks)
+        leader = random.Random(f"{self._choice.contributor}/{iteration}").choice(ranks)
         talks = place.rank in ranks if self.kind == "members" else place.rank == leader
         share = (ranks.index(place.rank), len(ranks)) if self.kind == "members" and talks else (0, 1)
         return Role(leader, place.rank == leader, talks, share, tuple(ranks))
