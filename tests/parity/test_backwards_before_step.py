@@ -19,6 +19,8 @@ from support.parity import ALONE, await_groups
 from support.pool import WorkerPool
 from support.runs import KINDS, model, run_at, run_with
 
+pytestmark = pytest.mark.sampled
+
 PARTS = 3  # backwards before a step
 SAMPLES = [4, 2, 3]  # by worker, and part: uneven batches
 LEFT_OUT = (1, ALONE + 2)  # steps: alone, and in groups
