@@ -144,7 +144,10 @@ class Regrouping:
     def is_called(self) -> bool:
         """True if the hub wants this worker in another group, and the worker is between two of its
         iterations, with a model at the shards."""
-        return self.known() > self.grouping and self._parts.models.exchange.rests
+        if self.known() <= self.grouping:
+            return False
+        exchange = self._parts.models.exchange
+        return exchange.at_shards and not exchange.reduced
 
     def answer(self) -> None:
         """Move this worker, a group of one, to the hub's latest grouping."""

@@ -138,7 +138,8 @@ class Server(Reducer):
     """One model's exchange with the shards: the part that all kinds of exchanges share.
 
     Attributes:
-        at_shards: True from the model's set-up at the shards on, until the exchange is closed.
+        at_shards: True from the model's set-up at the shards on, until the exchange is closed. Only then may
+            the group change, or make an iteration for members that are not in a call yet.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -263,12 +264,6 @@ class Server(Reducer):
         """
         if not self.reduced:
             self.steps = max(self.steps, clock)
-
-    @property
-    def rests(self) -> bool:
-        """True between two iterations of a model that is set up. Only then may the group change, or make an
-        iteration for members that are not in the call yet."""
-        return not self.reduced and self.at_shards
 
     def gather_members(self) -> None:
         """Return when all members of the group have come to a meeting. Here: at once, since bsp members come
@@ -775,7 +770,7 @@ class GroupValuesExchange(Server):
         they have once a changed model is to take this one's place.
         """
         ring = self._together.ring
-        while ring.world > 1 and self.rests:
+        while ring.world > 1 and self.at_shards and not self.reduced:
             ring.scripts.check_ended()
             if not self._help():
                 return

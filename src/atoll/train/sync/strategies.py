@@ -441,9 +441,11 @@ class ServedModel:
         self.set_ups += 1
         self._describe()
         self._begin()
+        self.exchange.at_shards = True
 
     def set_up_again(self) -> None:
-        """Set up a model that has changed, with the values and states that all workers hold.
+        """Set up a model that has changed, with the values and states that all workers hold. All begin with
+        equal parameters.
 
         If the worker that brings them is lost before the shards have them, the next one brings them. Raises
         UserError on all workers if the shards refuse the model.
@@ -467,6 +469,9 @@ class ServedModel:
                 if reason:
                     raise UserError(f"worker {rank}: {reason}")
         self._begin()
+        # Under ssp and asp others would step while this worker fetches its parameters:
+        self._workers.gather("", "the changed model, on all workers")
+        self.exchange.at_shards = True
 
     def _describe(self) -> None:
         """Describe the model to the shards, and bring its values, if this worker is the one that does."""
@@ -483,7 +488,6 @@ class ServedModel:
         """Wait until the shards are ready, and begin with their parameters."""
         self._await_ready()
         points.reach("setup.ready", self.exchange.steps)
-        self.exchange.at_shards = True
         if not self._workers.late:
             self.fetch_parameters()
 
