@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 
+import msgspec
 import pytest
 import torch
 from kinds import check_equal
 from torch import Tensor, nn
 
 import atoll
-from support.pool import JobFailedError, WorkerPool
-from support.runs import model, run_at
+from support.pool import WorkerPool
+from support.runs import KINDS, model, run_at, run_with
 
 WORLD, STEPS = 2, 4
 
@@ -51,12 +52,14 @@ def plain(clips: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("clips", [False, True])
-@pytest.mark.parametrize("kind", ["ring", "server", "ps-hra"])
+@pytest.mark.parametrize("kind", ["ring", "server", "ps-hra", "server tiers"])
 def test_gradients_of_two_backwards_add_up(pool: WorkerPool, kind: str, clips: bool) -> None:
     for found in run_at(pool, kind, train, clips, world=WORLD):
         check_equal(found, plain(clips))
 
 
-def test_under_budgets_of_memory_at_shards_it_is_a_line(pool: WorkerPool) -> None:
-    with pytest.raises(JobFailedError, match="a second backward before optimizer.step"):
-        run_at(pool, "server tiers", train, False, world=WORLD)
+@pytest.mark.parametrize("clips", [False, True])
+def test_gradients_of_two_backwards_add_up_in_a_groups_tiers(pool: WorkerPool, clips: bool) -> None:
+    config = msgspec.structs.replace(KINDS["ps-hra"], memory=KINDS["tiers"].memory)
+    for found in run_with(pool, config, train, clips, world=WORLD, shards=1):
+        check_equal(found, plain(clips))

@@ -331,7 +331,17 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
     "second-model": (
         Choices({"sync": "peers", "models": 1, "run.strategy": "peers"}),
         "strategy 'peers' trains one model in a session",
-        "prepare that, with one optimizer, or under server with a list of both optimizers",
+        "prepare that, with one optimizer, or set run.strategy to ring, hierarchical or server",
+    ),
+    "models-budgets": (
+        Choices({"sync": "bsp", "several budgets": True, "run.strategy": "server"}),
+        "session.prepare(memory=...): under strategy 'server' all models of a session train as one",
+        "under one set of budgets: give each call the same, or the first alone",
+    ),
+    "models-schedule": (
+        Choices({"sync": "asp", "scheduled": True, "several models": True, "run.strategy": "server"}),
+        "session.schedule: under strategy 'server' all models of a session train as one",
+        "step each scheduler in the script, or set run.strategy to ring or hierarchical",
     ),
     "several-optimizers": (
         Choices({"sync": "peers", "several optimizers": True, "run.strategy": "peers"}),

@@ -519,14 +519,27 @@ def _of_models() -> Iterator[Need]:
     yield Need(
         "second-model",
         prepare,
-        {
-            "sync": Is("bsp", "ssp", "asp", "peers", "replicas"),
-            "models": Given(),
-            "again": IsNot(True),
-        },
+        {"sync": Is("peers", "replicas"), "models": Given(), "again": IsNot(True)},
         "strategy {run.strategy!r} trains one model in a session; put both into one nn.ModuleList and "
-        "prepare that, with one optimizer, or under server with a list of both optimizers",
+        "prepare that, with one optimizer, or set run.strategy to ring, hierarchical or server",
         PrepareError,
+    )
+    as_one = "under strategy {run.strategy!r} all models of a session train as one, "
+    yield Need(
+        "models-budgets",
+        prepare,
+        {"sync": Is("bsp", "ssp", "asp"), "several budgets": Is(True)},
+        f"session.prepare(memory=...): {as_one}under one set of budgets: give each call the same, or the "
+        "first alone",
+        PrepareError,
+    )
+    yield Need(
+        "models-schedule",
+        ("prepare", "call"),
+        {"sync": Is("bsp", "ssp", "asp"), "scheduled": Is(True), "several models": Is(True)},
+        f"session.schedule: {as_one}and samples are counted of all together: step each scheduler in the "
+        "script, or set run.strategy to ring or hierarchical",
+        UserError,
     )
     over = "atoll.memory.over has given {over!r} the workers {ranks}, "
     yield Need(

@@ -219,6 +219,10 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
                     counted=-1.0 if certain else commit.weight,
                     basis=commit.basis,
                     alike=commit.alike,
+                    weights=[
+                        each if certain or each <= 0 or commit.weight <= 0 else commit.alike
+                        for each in commit.weights
+                    ],
                 )
             )
             draft.counted.append((worker, commit))

@@ -24,12 +24,28 @@ class ContributionWeight(msgspec.Struct, frozen=True, gc=False):
         samples: the number of samples for the records.
         basis: how certain `weight` is (core/weighing.py).
         alike: the weight if all workers count alike: the number of workers behind the contribution.
+        by_optimizer: for each optimizer the weight and the samples of its model, if several models train
+            together; else empty.
     """
 
     weight: float
     samples: float
     basis: str = KNOWN
     alike: float = 1.0
+    by_optimizer: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def weights(self) -> list[float]:
+        """For each optimizer the weight of its gradients; empty if none differs from `weight`."""
+        weights = [weight for weight, _ in self.by_optimizer]
+        return weights if any(each != self.weight for each in weights) else []
+
+    def of(self, optimizer: int) -> ContributionWeight:
+        """Return the contribution to the mean of the gradients that one optimizer steps, by its place."""
+        if not self.by_optimizer:
+            return self
+        weight, samples = self.by_optimizer[optimizer]
+        return ContributionWeight(weight, samples, self.basis, self.alike)
 
     @property
     def counts_alike(self) -> float:
@@ -138,6 +154,12 @@ class SampleCount:
 
     def _weighs(self, weight: float) -> None:
         self.latest = 0.0 if self._more.repeats else weight
+
+    @property
+    def fresh(self) -> float | None:
+        """The weight that was counted or given since the last reduction; None: neither."""
+        known = self._counted if self._given is None else self._given
+        return None if self._used else known
 
     def contribution(self, has_gradient: bool) -> ContributionWeight:
         """Return this worker's contribution. Without known samples it weighs 1 if `has_gradient`, else 0."""

@@ -191,7 +191,7 @@ class Server(Reducer):
             self.group.begin(self._speed)
         super().reduce()
 
-    def before_use(self, *_: object) -> None:
+    def before_use(self, of: Collection[int] | None = None, *_: object) -> None:
         """Show parameters that come late: those that the last step requested, under `sync.lazy`, and those
         that had no gradient in that step.
 
@@ -199,7 +199,7 @@ class Server(Reducer):
         """
         if self.group is None:
             self.parameters.publish()
-        self.parameters.show_rest()
+        self.parameters.show_rest(of)
 
     def before_state(self) -> None:
         """Publish parameters before the optimizer's state is asked for, so that it includes the last step."""
@@ -425,12 +425,12 @@ class MeanExchange(Server):
             self.group.whole()
         self._committed, told = self.steps, self._calls.more
         more = told.has_more if self.group is None else bool(told.answer)
+        weights = own.weights if self.group is None else self.group.weights_of(of_group)
         if self.sum.has_sent:
-            out = Outgoing(
-                self.steps, own, {}, {}, used=self.connection.used(), more=more, speeds=self._speed
-            )
+            used = self.connection.used()
+            out = Outgoing(self.steps, own, {}, {}, used=used, more=more, speeds=self._speed, weights=weights)
         else:
-            out = self._contribution(of_group, None, more=more)
+            out = self._contribution(of_group, None, more=more, weights=weights)
         what = f"the mean of iteration {self.steps} over all groups"
         with self._timed():
             answer, values = self.uplink.round(what, lambda: self._exchange(out, what), self.steps)
@@ -493,17 +493,10 @@ class MeanExchange(Server):
     def _leave_out(self) -> None:
         """Leave a step out: a backward begins after a mean without a step, as when a GradScaler skips one.
 
-        If gradients of that mean are left, the backward adds to them, and they count with the next mean.
-        Raises UserError then if they lie in tiers. The parameters stay unchanged: within backward, nothing
-        may be written to them.
+        If gradients of that mean are left, the backward adds to them, and they count with the next mean. The
+        parameters stay unchanged: within backward, nothing may be written to them.
         """
         has_mean = self._store.has_mean()
-        if has_mean and self._store.window is not None:
-            raise UserError(
-                f"iteration {self.steps}: a second backward before optimizer.step(); under strategy "
-                "'server' with bsp, wrap all but the last in session.no_sync(), or add the losses up; to "
-                "skip a step, call optimizer.zero_grad()"
-            )
         self.reduced = False
         with self.parameters.dropping():
             self._make_step(accepted=False, hyperparameters=[], edited=[], turn=ALL, counted=has_mean)
@@ -629,7 +622,8 @@ class ValuesExchange(Server):
         self._calls.leaving()
         if self._client.counted is not None:
             self.connection.members.told(self._client.counted)
-        own = self._weighed if accepted else ContributionWeight(0.0, self._weighed.samples)
+        own = self._weighed.of(turn.optimizer)
+        own = own if accepted else ContributionWeight(0.0, own.samples)
         if turn.follows:
             own = msgspec.structs.replace(own, samples=0.0)  # they are counted already
         how = {"hyperparameters": hyperparameters, "optimizer": turn.optimizer, "of": turn.chunks}

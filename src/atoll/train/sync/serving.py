@@ -111,6 +111,8 @@ def serve_group(
     """
     feedback = feedback_of(chunks, connection)
     together = Together(ring, connection.used, grouping=grouping, move=move)
+    whole = calls.whole
+    calls = replace(calls, whole=lambda own: together.weighs(whole(own)))
     carry = partial(RingBuckets, least=message_bytes)
     over_ring = partial(
         RingSum,

@@ -165,6 +165,7 @@ class Strategy(Protocol):
         brings_parameters: True if `build` gives every worker the trained parameters of worker 0.
         brings_frozen: True if `build` also gives a worker that comes late the frozen parameters.
         shares_buffers: True if all workers have the first one's buffers after each iteration.
+        trains_as_one: True if all models of a session train as one, since those who step hold one model.
     """
 
     collective: bool
@@ -172,6 +173,7 @@ class Strategy(Protocol):
     brings_parameters: bool
     brings_frozen: bool
     shares_buffers: bool
+    trains_as_one: bool
 
     def build(self, training: Training) -> tuple[Reducer, Stepper]:
         """Return the model's reducer and stepper."""
@@ -193,7 +195,7 @@ class Alone:
     """The strategy of a worker alone: nothing is reduced, so no gradient is copied into a chunk either."""
 
     collective = skips_together = shares_buffers = True
-    brings_parameters = brings_frozen = False
+    brings_parameters = brings_frozen = trains_as_one = False
 
     def build(self, training: Training) -> tuple[Reducer, Stepper]:
         chunks = training.chunks
@@ -216,7 +218,7 @@ class OverRing:
     """The strategy over a ring, which reduces gradients; every worker steps all chunks."""
 
     collective = skips_together = shares_buffers = True
-    brings_parameters = brings_frozen = False
+    brings_parameters = brings_frozen = trains_as_one = False
 
     def __init__(self, ring: AnyRing) -> None:
         self._ring = ring
@@ -251,7 +253,8 @@ MakeExchange: TypeAlias = Callable[[Training, Connection, Holder | None], Server
 class Served:
     """The strategy with a parameter server, whose shards combine gradients and make the steps."""
 
-    brings_parameters, brings_frozen, shares_buffers = True, False, False
+    brings_parameters = trains_as_one = True
+    brings_frozen = shares_buffers = False
 
     def __init__(
         self,
@@ -374,6 +377,7 @@ def _settings(training: Training, *, scheduled: bool) -> Settings:
 
 
 SET_UP, STATE = "set-up", "state"  # resend topics
+_DESCRIPTION = "worker 0's description of the model"
 
 
 class ServedModel:
@@ -435,15 +439,22 @@ class ServedModel:
         """
         shards, digest = self._service.shards, self._digest()
         self.set_ups += 1
+        if self._workers.late and not self._service.site:
+            return  # the script may prepare further models; `compare` follows
         if self._workers.is_first or self._service.site:
             for shard in range(len(shards)):
                 shards.send(shard, self._setup(shard, digest), until=SET_UP)
         if self._workers.is_first:
             for bound in self._training.chunks:
                 self._bring(bound)
-        self._await_ready(digest, "worker 0's description of the model")
+        self._await_ready(digest, _DESCRIPTION)
         if not self._workers.late:
             self.fetch_parameters()
+
+    def compare(self) -> None:
+        """Compare this worker's model with the one at the shards, before the worker enters a run under
+        way."""
+        self._await_ready(self._digest(), _DESCRIPTION)
 
     def arrive(self, what: str) -> None:
         """Let the shards know that this worker talks for another contributor; return when they do.
