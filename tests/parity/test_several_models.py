@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -461,28 +462,27 @@ def test_other_names_are_refused(pool: WorkerPool, tmp_path: Path) -> None:
         assert "holds the models 'critic' and 'generator', and the session has prepared" in said
 
 
-def loads_a_state(session: atoll.Session) -> list[list[Tensor]]:
+def loads_a_state(pair: Pair, ranks: Sequence[int]) -> list[list[Tensor]]:
     """The script loads one optimizer's own earlier state between two iterations."""
+    seen = list(loop(pair, ranks, "alternating", range(2)))
+    kept = copy.deepcopy(pair.of_critic.state_dict())
+    seen += loop(pair, ranks, "alternating", range(2, 3))
+    pair.of_critic.zero_grad()
+    pair.of_critic.load_state_dict(kept)
+    return [*seen, *loop(pair, ranks, "alternating", range(3, STEPS))]
+
+
+def loaded(session: atoll.Session) -> list[list[Tensor]]:
     pair = Pair()
     pair.prepare(session)
-    seen = list(loop(pair, [session.rank], "alternating", range(2)))
-    kept = pair.of_critic.state_dict()
-    seen += loop(pair, [session.rank], "alternating", range(2, 3))
-    pair.of_critic.load_state_dict(kept)
-    return [*seen, *loop(pair, [session.rank], "alternating", range(3, STEPS))]
+    return loads_a_state(pair, [session.rank])
 
 
 @pytest.mark.parametrize("kind", ["ring", "server", "server tiers"])
 def test_one_optimizers_state_is_loaded(pool: WorkerPool, kind: str) -> None:
-    pair = Pair()
-    seen = list(loop(pair, range(WORLD), "alternating", range(2)))
-    kept = pair.of_critic.state_dict()
-    kept = {**kept, "state": {k: {n: v.clone() for n, v in s.items()} for k, s in kept["state"].items()}}
-    seen += loop(pair, range(WORLD), "alternating", range(2, 3))
-    pair.of_critic.load_state_dict(kept)
-    seen += loop(pair, range(WORLD), "alternating", range(3, STEPS))
-    for found in run_at(pool, kind, loads_a_state, world=WORLD):
-        check(found, seen)
+    right = loads_a_state(Pair(), range(WORLD))
+    for found in run_at(pool, kind, loaded, world=WORLD):
+        check(found, right)
 
 
 # -- what is refused -----------------------------------------------------------------------------------------

@@ -477,7 +477,7 @@ def test_a_graph_outlives_a_step_at_each_workers_own_pace_in_tiers(
     pool: WorkerPool, kind: str, script: Callable[..., Any]
 ) -> None:
     """The other worker's steps change the generators meanwhile, whose graph is kept."""
-    config = msgspec.structs.replace({**KINDS, **PACES}[kind], memory=Memory(device="8KiB", chunk="1024"))
+    config = msgspec.structs.replace({**KINDS, **PACES}[kind], memory=Memory(device="14KiB", chunk="1024"))
     before = values(Gan())
     for found in run_with(pool, config, script, world=WORLD, shards=1):
         moved = [bool((now != then).any()) for now, then in zip(found[-1], before, strict=True)]

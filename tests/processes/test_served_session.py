@@ -683,14 +683,14 @@ def test_autocast_batch_norm_and_a_layer_that_no_optimizer_trains(
 
 def test_schedules_by_samples_are_of_one_model() -> None:
     with ServedRun(1) as served, joined(served.address, 0) as session:
-        model, optimizer = session.prepare(*make())
+        _, optimizer = session.prepare(*make())
         session.schedule(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9), 100)
         with pytest.raises(UserError, match="step each scheduler in the script") as caught:
             session.prepare(*make())
         one_line(str(caught.value))
     with ServedRun(1) as served, joined(served.address, 0) as session:
         for _ in range(2):
-            model, optimizer = session.prepare(*make())
+            _, optimizer = session.prepare(*make())
         with pytest.raises(UserError, match="samples are counted of all together") as caught:
             session.schedule(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9), 100)
         one_line(str(caught.value))

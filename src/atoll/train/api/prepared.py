@@ -442,7 +442,7 @@ class Prepared:
         """Return the reducer's `state` for each of the models, with that model's own number of steps."""
         if len(self.models) == 1:
             return [state]
-        return [{**state, "steps": each.steps} for each in self.models]
+        return [{**state, "steps": each.steps_made} for each in self.models]
 
     def load_reducer(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Load the reducer's state from those of the models. Together they make one step after another."""
@@ -450,14 +450,14 @@ class Prepared:
             self.reducer.load_state_dict(states[0])
             return
         for each, state in zip(self.models, states, strict=True):
-            each.steps = state["steps"]
-        self.reducer.load_state_dict({**states[0], "steps": sum(each.steps for each in self.models)})
+            each.steps_made = state["steps"]
+        self.reducer.load_state_dict({**states[0], "steps": sum(each.steps_made for each in self.models)})
 
     def load_member(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Take another worker's state of the reducer, from those of the models."""
         self.reducer.load_member_state(states[0])
         for each, state in zip(self.models, states, strict=True):
-            each.steps = state["steps"]
+            each.steps_made = state["steps"]
 
     @property
     def groups(self) -> dict[str, list[list[int]]]:

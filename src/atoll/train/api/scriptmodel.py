@@ -87,7 +87,7 @@ class ScriptModel:
         parameters: its parameters, by the names that the script knows.
         samples: the samples of its iteration under way.
         sets: its optimizers.
-        steps: the number of its steps, if it trains together with others.
+        steps_made: the number of its steps, if it trains together with others.
         has_new: True if gradients of it have come that no reduction has seen, if it trains with others.
         reached_in: the latest backward that reached one of its forwards.
     """
@@ -97,7 +97,7 @@ class ScriptModel:
         self.parameters = dict(self.module.named_parameters())
         self.samples = SampleCount(more)
         self.sets: list[StepSet] = []
-        self.steps = 0
+        self.steps_made = 0
         self.has_new = False
         self._unstepped = False  # True between a reduction and this model's next step
         # The latest backward that reached a forward, and the latest that left gradients:
@@ -125,7 +125,7 @@ class ScriptModel:
 
     def goes_on(self, former: ScriptModel) -> None:
         """Go on as the model that was prepared before."""
-        self.samples.unknown, self.steps = former.samples.unknown, former.steps
+        self.samples.unknown, self.steps_made = former.samples.unknown, former.steps_made
 
     def reduced(self, *, alike: bool) -> None:
         """Note that gradients are reduced. `alike`: all workers counted alike."""
@@ -137,7 +137,7 @@ class ScriptModel:
         """Count the first step after a reduction, and forget the samples of its gradients."""
         if self._unstepped:
             self._unstepped = False
-            self.steps += 1
+            self.steps_made += 1
             self.samples.reset()
 
     # Among others that train as one model with it

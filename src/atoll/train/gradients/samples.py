@@ -162,8 +162,11 @@ class SampleCount:
         return None if self._used else known
 
     def contribution(self, has_gradient: bool) -> ContributionWeight:
-        """Return this worker's contribution. Without known samples it weighs 1 if `has_gradient`, else 0."""
-        if self._more.repeats:
+        """Return this worker's contribution. Without known samples it weighs 1 if `has_gradient`, else 0.
+
+        Samples that a reduction has used are those of a gradient alone: without one there is no batch.
+        """
+        if self._more.repeats or (self._used and not has_gradient):
             return ContributionWeight(0.0, 0.0)
         known = self._counted if self._given is None else self._given
         basis = KNOWN if self._given is not None else NONE if self._counted is None else self._basis
