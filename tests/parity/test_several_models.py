@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,15 +20,17 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
 import atoll
-from atoll.core.config import Groups
+from atoll.core.config import Config, Groups
 from atoll.core.errors import CheckpointError, PrepareError, UserError
 from atoll.groups.chooser import Score
 from atoll.groups.grouping import Grouping
 from atoll.hub.planner import GroupingSettings
 from atoll.tensors.checkpoint import read_checkpoint
+from atoll.train.api.place import Place
 from support.parity import ALONE, await_groups
 from support.pool import JobFailedError, WorkerPool
 from support.runs import KINDS, alone, run_at, run_with
+from support.served import ServedRun, served_worker
 
 pytestmark = pytest.mark.sampled
 
@@ -530,3 +534,42 @@ def test_a_parameter_belongs_to_one_model(pool: WorkerPool, kind: str) -> None:
         assert "is not in the model; put every module that it steps into one nn.ModuleList" in in_optimizer
         assert "parameter '0.weight' belongs to another prepared model too" in in_model
         assert "another model has that name already" in name
+
+
+# -- workers that come and go --------------------------------------------------------------------------------
+
+
+class GoneError(Exception):
+    """Worker 1 leaves the run."""
+
+
+def comes_back(place: Place, config: Config, address: str, folder: Path) -> list[Tensor]:
+    """Worker 1 leaves in its third iteration, comes again, and both make three more from there."""
+    until, told = time.monotonic() + 60, folder / "entered at"
+    with served_worker(address, place.rank):
+        if place.rank == 1:
+            with contextlib.suppress(GoneError), atoll.join(config) as session:
+                pair = Pair()
+                pair.prepare(session)
+                list(loop(pair, [1], "alternating", range(2)))
+                raise GoneError
+        with atoll.join(config) as session:
+            pair = Pair(seed=place.rank)
+            pair.prepare(session)
+            session.resume()
+            if place.rank == 1:
+                (folder / "written").write_text(str(session.iteration))
+                (folder / "written").replace(told)
+            while not told.exists() or session.iteration < int(told.read_text()) + 3:
+                assert time.monotonic() < until
+                list(loop(pair, [place.rank], "alternating", range(session.iteration, session.iteration + 1)))
+            session.barrier()
+            return pair.values
+
+
+@pytest.mark.parametrize("kind", ["server", "asp"])
+def test_a_worker_that_comes_back_finds_both(pool: WorkerPool, kind: str, tmp_path: Path) -> None:
+    with ServedRun(WORLD, 1) as served:
+        first, second = pool.run(comes_back, KINDS[kind], served.address, tmp_path, world=WORLD)
+    assert all(torch.equal(mine, its) for mine, its in zip(first, second, strict=True))
+    assert all(bool(each.isfinite().all()) for each in first)

@@ -333,6 +333,16 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         "strategy 'peers' trains one model in a session",
         "prepare that, with one optimizer, or set run.strategy to ring, hierarchical or server",
     ),
+    "models-lossy": (
+        Choices({"sync": "bsp", "several models": True, "link.lossy": True, "run.strategy": "server"}),
+        "what the link has held back of gradients goes by one weight of a worker",
+        "with a list of their optimizers, or set link.transport to tcp",
+    ),
+    "models-codec": (
+        Choices({"sync": "asp", "several models": True, "sync.codec": "int8", "run.strategy": "server"}),
+        "what sync.codec has held back of gradients goes by one weight of a worker",
+        "with a list of their optimizers, or set sync.codec to float32",
+    ),
     "models-budgets": (
         Choices({"sync": "bsp", "several budgets": True, "run.strategy": "server"}),
         "session.prepare(memory=...): under strategy 'server' all models of a session train as one",

@@ -524,6 +524,20 @@ def _of_models() -> Iterator[Need]:
         "prepare that, with one optimizer, or set run.strategy to ring, hierarchical or server",
         PrepareError,
     )
+    for name, held, condition, instead in (
+        ("lossy", "the link", {"link.lossy": Is(True)}, "set link.transport to tcp"),
+        ("codec", "sync.codec", {"sync.codec": IsNot(PLAIN_CODEC)}, f"set sync.codec to {PLAIN_CODEC}"),
+    ):
+        several: dict[str, Condition] = {"sync": Is("bsp", "ssp", "asp"), "several models": Is(True)}
+        yield Need(
+            f"models-{name}",
+            prepare,
+            {**several, **condition},
+            f"what {held} has held back of gradients goes by one weight of a worker, and several models have "
+            "one each: put them into one nn.ModuleList and prepare that, with a list of their optimizers, or "
+            f"{instead}",
+            PrepareError,
+        )
     as_one = "under strategy {run.strategy!r} all models of a session train as one, "
     yield Need(
         "models-budgets",

@@ -393,7 +393,8 @@ class Prepared:
                 "step, on every worker"
             )
         if self.steps_elsewhere:
-            self.stepper.give_back(read=read_whole if self.tiers is None else self.tiers.reads_states)
+            read = read_whole if self.tiers is None else self.tiers.reads_states
+            self.stepper.give_back(read=read, comes_later=self._workers.late)
         self._take_hooks_off()
         if self.tiers is not None:
             self.tiers.leave(optimizers)
@@ -549,7 +550,9 @@ class Prepared:
         see `_whole`."""
         if self._more.repeats or not has_gradient:
             return ContributionWeight(0.0, 0.0)
-        return ContributionWeight(max([each.samples.fresh or 0.0 for each in self.models]) or 1.0, 0.0)
+        samples = [each.samples for each in self.models]
+        fresh = [each.known for each in samples if not each.is_used]
+        return ContributionWeight(max(fresh, default=0.0) or max(each.known for each in samples) or 1.0, 0.0)
 
     def _whole(self, own: ContributionWeight) -> ContributionWeight:
         """Return a contribution with the weight of each model, once all gradients have come."""
@@ -576,9 +579,10 @@ class Prepared:
             each.reduced()
             if self._others:  # other workers compare the scale
                 forget_scale(each.optimizer)
+        if len(self.models) == 1 or self.models[0].has_new:  # samplers of the session give the first one's
+            self._batches.whole()
         for model in self.models:
             model.reduced(alike=self.reducer.count_alike)
-        self._batches.whole()
         fitted = None if self.tiers is None else self.tiers.fitted
         if self._looks_for_sparse and (
             self.reducer.sum.gradients.have_sparse(self._trained_chunks)

@@ -156,10 +156,14 @@ class SampleCount:
         self.latest = 0.0 if self._more.repeats else weight
 
     @property
-    def fresh(self) -> float | None:
-        """The weight that was counted or given since the last reduction; None: neither."""
-        known = self._counted if self._given is None else self._given
-        return None if self._used else known
+    def known(self) -> float:
+        """The weight that was counted or given; 0: neither."""
+        return (self._counted if self._given is None else self._given) or 0.0
+
+    @property
+    def is_used(self) -> bool:
+        """True if a reduction has used what is known."""
+        return self._used
 
     def contribution(self, has_gradient: bool) -> ContributionWeight:
         """Return this worker's contribution. Without known samples it weighs 1 if `has_gradient`, else 0.
