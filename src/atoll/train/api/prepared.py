@@ -41,7 +41,7 @@ from atoll.tensors.torch_compat import (
 )
 from atoll.train.api.agreement import check_same, describe
 from atoll.train.api.growth import Growth
-from atoll.train.api.scriptmodel import Given, ScriptModel, one_module
+from atoll.train.api.scriptmodel import Given, LoopOverModels, ScriptModel, one_module
 from atoll.train.api.stepset import StepSet
 from atoll.train.checkpoint.buffers import ModelBuffers
 from atoll.train.data.moredata import MoreData
@@ -157,6 +157,7 @@ class Prepared:
             self._unwatch_zeroing = watch_zeroing(self._note_zeros)
         self._others = not workers.alone
         self.models, self._more = [ScriptModel(each, more) for each in given], more
+        self._loop = LoopOverModels()
         self.mean_loss = MeanLoss(workers)
         self._came_in = -1  # the latest backward that left gradients
         self._closed = self._ready = False
@@ -567,6 +568,7 @@ class Prepared:
                 for each, (weight, samples, _) in zip(self.models, found, strict=True)
                 for _ in each.sets
             ),
+            ends=self._loop.reduced(frozenset(n for n, each in enumerate(self.models) if each.has_new)),
         )
 
     def _committed(self, own: ContributionWeight, group_samples: float) -> float:
@@ -711,6 +713,8 @@ class Prepared:
         model = next(each for each in self.models if of in each.sets)
         self._steps.stepped(self, model, of)
         model.stepped()
+        if of is self.sets[0]:
+            self._loop.stepped()
         of.own_samples, of.follows = 0.0, False
 
 

@@ -182,6 +182,33 @@ class ScriptModel:
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
 
 
+class LoopOverModels:
+    """The passes of a script's loop over several models.
+
+    A pass begins with gradients of the models with which the first one began, once the first model has
+    stepped. Where it ends is what the pass before has shown.
+    """
+
+    def __init__(self) -> None:
+        self._begins_with: frozenset[int] = frozenset()
+        self._has_stepped = False  # the first model, in this pass
+        self._at = self._length = 0  # reductions in this pass so far, and in the one before; 0: not known
+
+    def reduced(self, new: frozenset[int]) -> bool:
+        """Note a reduction to which this worker has brought gradients of the models `new`, by their numbers;
+        return True if it is the last one of its pass."""
+        self._begins_with = self._begins_with or new
+        begins = new == self._begins_with if new else self._at == self._length
+        if self._has_stepped and begins:
+            self._length, self._at, self._has_stepped = self._at, 0, False
+        self._at += 1
+        return self._at == self._length
+
+    def stepped(self) -> None:
+        """Note a step of the first model."""
+        self._has_stepped = True
+
+
 class Several(nn.Module):
     """Several models as one module. A model lies under its name if a module can be held so, else under its
     number."""
@@ -190,8 +217,8 @@ class Several(nn.Module):
         super().__init__()
         for number, each in enumerate(models):
             name = each.origin.name
-            usable = bool(name) and "." not in name and not hasattr(self, name)
-            self.add_module(name if usable else str(number), each.module)
+            is_usable = bool(name) and "." not in name and not name.isdigit() and not hasattr(self, name)
+            self.add_module(name if is_usable else str(number), each.module)
 
 
 def one_module(models: Sequence[Given]) -> nn.Module:

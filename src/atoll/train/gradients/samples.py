@@ -26,6 +26,7 @@ class ContributionWeight(msgspec.Struct, frozen=True, gc=False):
         alike: the weight if all workers count alike: the number of workers behind the contribution.
         by_optimizer: for each optimizer the weight and the samples of its model, if several models train
             together; else empty.
+        ends: False if a pass of the script's loop over several models goes on with the next iteration.
     """
 
     weight: float
@@ -33,6 +34,7 @@ class ContributionWeight(msgspec.Struct, frozen=True, gc=False):
     basis: str = KNOWN
     alike: float = 1.0
     by_optimizer: tuple[tuple[float, float], ...] = ()
+    ends: bool = True
 
     @property
     def weights(self) -> list[float]:

@@ -423,14 +423,14 @@ class MeanExchange(Server):
     def _is_whole(self, own: ContributionWeight, of_group: ContributionWeight) -> None:
         if self.group is not None:
             self.group.whole()
-        self._committed, told = self.steps, self._calls.more
-        more = told.has_more if self.group is None else bool(told.answer)
+        self._committed, own_data = self.steps, self._calls.more
+        more = own_data.has_more if self.group is None else bool(own_data.answer)
         weights = own.weights if self.group is None else self.group.weights_of(of_group)
+        told: dict[str, Any] = {"more": more, "weights": weights, "ends": own.ends}
         if self.sum.has_sent:
-            used = self.connection.used()
-            out = Outgoing(self.steps, own, {}, {}, used=used, more=more, speeds=self._speed, weights=weights)
+            out = Outgoing(self.steps, own, {}, {}, used=self.connection.used(), speeds=self._speed, **told)
         else:
-            out = self._contribution(of_group, None, more=more, weights=weights)
+            out = self._contribution(of_group, None, **told)
         what = f"the mean of iteration {self.steps} over all groups"
         with self._timed():
             answer, values = self.uplink.round(what, lambda: self._exchange(out, what), self.steps)
