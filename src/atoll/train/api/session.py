@@ -213,7 +213,8 @@ class Session:
 
         The model moves to `session.device`. Its parameters become views into chunks and take worker 0's
         values, as do its buffers. Every worker calls this method, with equal models. It may be called again
-        for another pair. Raises PrepareError, naming the parameter and the remedy, for a model that cannot be
+        for another pair; at a parameter server all pairs train as one, so prepare them before the first step
+        (docs/server.md). Raises PrepareError, naming the parameter and the remedy, for a model that cannot be
         trained.
 
         With `name`, a checkpoint's values go to the model of that name, in whatever order a script prepares
