@@ -18,6 +18,7 @@ from kinds import check_equal
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
+from torch.utils.data import DataLoader
 
 import atoll
 from atoll.core.config import Config, Groups
@@ -399,6 +400,46 @@ def test_a_third_one_and_a_changed_one(pool: WorkerPool, kind: str) -> None:
         right.append([*pair.values, *(p.detach().clone() for p in third.parameters())])
     for found in run_at(pool, kind, grown, world=WORLD):
         check(found, right)
+
+
+def on_dealt_data(session: atoll.Session, turned: bool) -> tuple[int, list[Tensor]]:
+    """Two epochs over data that a sampler of the session deals, in batches of which the last is smaller."""
+    pair = Pair()
+    if turned:
+        session.prepare(pair.critic, pair.of_critic)
+        session.prepare(pair.generator, pair.of_generator)
+    else:
+        pair.prepare(session)
+    data = drawn(0, 0, 44)
+    sampler = session.sampler(data, seed=3)
+    loader = DataLoader(data, batch_size=8, sampler=sampler)  # type: ignore[arg-type]
+    seen = 0
+    for _ in range(2):
+        for x in loader:
+            seen += len(x)
+            loss = (
+                pair.critic(x).square().mean() + (pair.critic(pair.generator(x).detach()) - 1).square().mean()
+            )
+            loss.backward()
+            pair.of_critic.step()
+            pair.of_critic.zero_grad()
+            pair.critic(pair.generator(x)).square().mean().backward()
+            pair.of_generator.step()
+            pair.of_generator.zero_grad()
+            pair.of_critic.zero_grad()
+    session.barrier()
+    return seen, pair.values
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_sampler_deals_to_both(pool: WorkerPool, turned: bool) -> None:
+    right = run_at(pool, "ring", on_dealt_data, turned, world=WORLD)
+    for kind in ("server", "ps-hra", "server tiers"):
+        found = run_at(pool, kind, on_dealt_data, turned, world=WORLD)
+        assert [seen for seen, _ in found] == [seen for seen, _ in right]
+        for (_, mine), (_, its) in zip(found, right, strict=True):
+            check_equal(mine, its)
+    assert sum(seen for seen, _ in run_at(pool, "asp", on_dealt_data, turned, world=WORLD)) == 2 * 44
 
 
 # -- checkpoints ---------------------------------------------------------------------------------------------
