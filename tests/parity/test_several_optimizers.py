@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
 import atoll
 from atoll.core.errors import CheckpointError, PrepareError
+from atoll.core.memory import Memory
 from atoll.tensors.checkpoint import read_checkpoint
 from support.pool import JobFailedError, WorkerPool
 from support.runs import KINDS, PACES, alone, model, run_at, run_with
@@ -452,7 +453,7 @@ def train_list(session: atoll.Session) -> list[list[Tensor]]:
 
 @pytest.mark.parametrize(
     ("kind", "script"),
-    [(kind, train_list) for kind in HERE] + [(kind, train_pairs) for kind in HERE[:3]],
+    [(kind, script) for kind in HERE for script in (train_list, train_pairs)],
 )
 def test_the_loop_of_the_dcgan_tutorial(pool: WorkerPool, kind: str, script: Callable[..., Any]) -> None:
     gan = Gan()
@@ -465,6 +466,20 @@ def test_a_gan_at_each_workers_own_pace_changes_no_network_under_its_graph(pool:
     gan = Gan()
     before = values(gan)
     for found in run_at(pool, "asp", train_list, world=WORLD):
+        moved = [bool((now != then).any()) for now, then in zip(found[-1], before, strict=True)]
+        assert all(moved)
+        assert all(bool(each.isfinite().all()) for each in found[-1])
+
+
+@pytest.mark.parametrize("script", [train_pairs, train_list])
+@pytest.mark.parametrize("kind", ["asp", "ssp"])
+def test_a_graph_outlives_a_step_at_each_workers_own_pace_in_tiers(
+    pool: WorkerPool, kind: str, script: Callable[..., Any]
+) -> None:
+    """The other worker's steps change the generators meanwhile, whose graph is kept."""
+    config = msgspec.structs.replace({**KINDS, **PACES}[kind], memory=Memory(device="14KiB", chunk="1024"))
+    before = values(Gan())
+    for found in run_with(pool, config, script, world=WORLD, shards=1):
         moved = [bool((now != then).any()) for now, then in zip(found[-1], before, strict=True)]
         assert all(moved)
         assert all(bool(each.isfinite().all()) for each in found[-1])

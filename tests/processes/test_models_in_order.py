@@ -32,7 +32,7 @@ def values_after(
     return [float(model.bias.detach()[0]) for model in models.values()]
 
 
-@pytest.mark.parametrize("where", ["ring", "hierarchical", "tiers"])
+@pytest.mark.parametrize("where", ["ring", "hierarchical", "tiers", "server"])
 def test_models_of_equal_shapes_never_get_each_others_values(
     pool: WorkerPool, tmp_path: Path, where: str
 ) -> None:

@@ -30,6 +30,7 @@ from atoll.core.errors import (
     PrepareError,
     UserError,
 )
+from atoll.core.memory import Memory
 from atoll.net.keys import make_keys, write_keys
 from atoll.train.api.place import Place
 from atoll.train.api.session import Session
@@ -680,11 +681,27 @@ def test_autocast_batch_norm_and_a_layer_that_no_optimizer_trains(
 # -- mistakes ----------------------------------------------------------------------------------------------
 
 
-def test_a_second_model_is_refused() -> None:
+def test_schedules_by_samples_are_of_one_model() -> None:
     with ServedRun(1) as served, joined(served.address, 0) as session:
-        session.prepare(*make())
-        with pytest.raises(PrepareError, match="trains one model in a session") as caught:
+        _, optimizer = session.prepare(*make())
+        session.schedule(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9), 100)
+        with pytest.raises(UserError, match="step each scheduler in the script") as caught:
             session.prepare(*make())
+        one_line(str(caught.value))
+    with ServedRun(1) as served, joined(served.address, 0) as session:
+        for _ in range(2):
+            _, optimizer = session.prepare(*make())
+        with pytest.raises(UserError, match="samples are counted of all together") as caught:
+            session.schedule(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9), 100)
+        one_line(str(caught.value))
+
+
+def test_models_of_one_session_have_one_set_of_budgets() -> None:
+    with ServedRun(1) as served, joined(served.address, 0) as session:
+        session.prepare(*make(), memory=Memory(device="1GiB"))
+        session.prepare(*make())
+        with pytest.raises(PrepareError, match="under one set of budgets") as caught:
+            session.prepare(*make(), memory=Memory(device="2GiB"))
         one_line(str(caught.value))
 
 

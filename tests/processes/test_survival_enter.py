@@ -98,7 +98,7 @@ with atoll.join() as session, open(f"notes-{{name}}", "w", buffering=1) as notes
             average.update()
             model.seen += 1
             used = indices.tolist()
-            if plan["batches"] and session._state.prepared[0].samples.latest == 0:
+            if plan["batches"] and session._state.models[0].samples.latest == 0:
                 used = []  # a fill
             print(json.dumps([at, used, lr, world]), file=notes)
     ends = [p.detach() for p in model.parameters()]

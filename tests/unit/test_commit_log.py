@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from atoll.core.stands import call, end, gradients
+from atoll.core.weighing import KNOWN, NONE
 from atoll.store.entries import (
     AnyEntry,
     Apply,
@@ -120,6 +121,32 @@ def test_who_comes_late_enters_with_the_iteration_that_all_members_were_told_of(
         outcome = log.handle_step(worker, say(incarnation, 1))
     assert not any(isinstance(entry, Joined) for entry in outcome.entries)
     assert set(log.live) == {0, 1, 2}
+
+
+def test_a_newcomer_waits_for_the_end_of_a_pass_of_the_scripts_loop() -> None:
+    log = log_of("bsp")
+    log.handle_join(2, 9)
+    for iteration, ends in enumerate((False, True)):
+        for worker in (0, 1):
+            log.handle_staged(0, worker, worker + 1, iteration)
+            said = msgspec.structs.replace(commit(worker + 1, iteration), ends=ends)
+            outcome = log.handle_commit(worker, said)
+        assert entering(outcome) == ([[2], [2]] if ends else [[], []])
+        for worker in (0, 1):
+            outcome = log.handle_step(worker, say(worker + 1, iteration))
+        assert any(isinstance(entry, Joined) for entry in outcome.entries) == ends
+
+
+@pytest.mark.parametrize("basis", [KNOWN, NONE])
+def test_the_log_says_how_much_each_optimizers_gradients_weigh(basis: str) -> None:
+    log = log_of("bsp")
+    for worker, weights in enumerate(([4.0, 2.0], [])):
+        log.handle_staged(0, worker, worker + 1, 0)
+        said = msgspec.structs.replace(commit(worker + 1, 0, weight=4.0), weights=weights, basis=basis)
+        outcome = log.handle_commit(worker, said)
+    (entry,) = outcome.entries
+    assert isinstance(entry, Combine)
+    assert [each.weights for each in entry.members] == [[4.0, 2.0] if basis == KNOWN else [1.0, 1.0], []]
 
 
 def test_meetings_wait_for_a_newcomer_from_the_one_on_that_it_knows() -> None:

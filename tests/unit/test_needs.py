@@ -44,6 +44,7 @@ AT_HOME = {"steps": "home"}
 OWN_DATA = {"call": "session.epoch_of", "data": "own"}
 TIERED = {"store": "tiered", "link.transport": "tcp", "sync.codec": "float32", "memory.step": "auto"}
 AGAIN = {"sync": "bsp", "run.strategy": "server", "again": True}
+MODELS = {"sync": "asp", "run.strategy": "server", "several models": True}
 SEVERAL = {"sync": "bsp", "run.strategy": "server", "several optimizers": True}
 BY_TENSOR = {"unit": "tensor", "optimizer": "Muon", "why": "it came out different"}
 # For each row: a run that the row refuses, and how its sentence begins and ends.
@@ -331,7 +332,27 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
     "second-model": (
         Choices({"sync": "peers", "models": 1, "run.strategy": "peers"}),
         "strategy 'peers' trains one model in a session",
-        "prepare that, with one optimizer, or under server with a list of both optimizers",
+        "prepare that, with one optimizer, or set run.strategy to ring, hierarchical or server",
+    ),
+    "models-lossy": (
+        Choices({**MODELS, "link.lossy": True}),
+        "what the link has held back of gradients goes by one weight of a worker",
+        "with a list of their optimizers, or set link.transport to tcp",
+    ),
+    "models-codec": (
+        Choices({**MODELS, "sync.codec": "int8"}),
+        "what sync.codec has held back of gradients goes by one weight of a worker",
+        "with a list of their optimizers, or set sync.codec to float32",
+    ),
+    "models-budgets": (
+        Choices({"sync": "bsp", "several budgets": True, "run.strategy": "server"}),
+        "session.prepare(memory=...): under strategy 'server' all models of a session train as one",
+        "under one set of budgets: give each call the same, or the first alone",
+    ),
+    "models-schedule": (
+        Choices({**MODELS, "scheduled": True, "sync.codec": "float32"}),
+        "session.schedule: under strategy 'server' all models of a session train as one",
+        "step each scheduler in the script, or set run.strategy to ring or hierarchical",
     ),
     "several-optimizers": (
         Choices({"sync": "peers", "several optimizers": True, "run.strategy": "peers"}),

@@ -213,7 +213,7 @@ def scheduled(turned: bool, save: Path, load: Path | None) -> dict[str, tuple[fl
                 for _ in range(steps):
                     train(name)
         session.save(save)
-        samples = {p.origin.name: p.reducer.consumed for p in session._state.prepared}
+        samples = {p.models[0].origin.name: p.reducer.consumed for p in session._state.prepared}
         for name in made:
             train(name)
         session.save(save.with_name(save.name + "-after"))

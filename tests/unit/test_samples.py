@@ -70,6 +70,7 @@ def test_an_iteration_s_count_is_as_certain_as_its_least_certain_batch() -> None
     count.use()
     count.missed()  # a second backward over the batch that was used weighs what the first did
     assert count.contribution(True) == ContributionWeight(5.0, 0.0, KNOWN)
+    assert count.contribution(False).weight == 0  # no backward came: there is no batch
 
 
 def test_values_that_are_logged_weigh_as_the_gradients_did() -> None:

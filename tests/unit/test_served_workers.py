@@ -26,7 +26,9 @@ def of_rank(rank: int, site: str = "", *, elastic: bool = False) -> tuple[Worker
     workers = Workers(LogMeeting(attendance, shards, ServedModels()))
     counts: list[int] = []
     state = mock.Mock()
-    entrance = ServedEntrance(shards, attendance, workers, state, lambda: 0, counts.append, elastic=elastic)
+    entrance = ServedEntrance(
+        shards, attendance, workers, state, lambda: None, lambda: 0, counts.append, elastic=elastic
+    )
     return workers, entrance, counts
 
 

@@ -519,14 +519,41 @@ def _of_models() -> Iterator[Need]:
     yield Need(
         "second-model",
         prepare,
-        {
-            "sync": Is("bsp", "ssp", "asp", "peers", "replicas"),
-            "models": Given(),
-            "again": IsNot(True),
-        },
+        {"sync": Is("peers", "replicas"), "models": Given(), "again": IsNot(True)},
         "strategy {run.strategy!r} trains one model in a session; put both into one nn.ModuleList and "
-        "prepare that, with one optimizer, or under server with a list of both optimizers",
+        "prepare that, with one optimizer, or set run.strategy to ring, hierarchical or server",
         PrepareError,
+    )
+    for name, held, condition, instead in (
+        ("lossy", "the link", {"link.lossy": Is(True)}, "set link.transport to tcp"),
+        ("codec", "sync.codec", {"sync.codec": IsNot(PLAIN_CODEC)}, f"set sync.codec to {PLAIN_CODEC}"),
+    ):
+        several: dict[str, Condition] = {"sync": Is("bsp", "ssp", "asp"), "several models": Is(True)}
+        yield Need(
+            f"models-{name}",
+            prepare,
+            {**several, **condition},
+            f"what {held} has held back of gradients goes by one weight of a worker, and several models have "
+            "one each: put them into one nn.ModuleList and prepare that, with a list of their optimizers, or "
+            f"{instead}",
+            PrepareError,
+        )
+    as_one = "under strategy {run.strategy!r} all models of a session train as one, "
+    yield Need(
+        "models-budgets",
+        prepare,
+        {"sync": Is("bsp", "ssp", "asp"), "several budgets": Is(True)},
+        f"session.prepare(memory=...): {as_one}under one set of budgets: give each call the same, or the "
+        "first alone",
+        PrepareError,
+    )
+    yield Need(
+        "models-schedule",
+        ("prepare", "call"),
+        {"sync": Is("bsp", "ssp", "asp"), "scheduled": Is(True), "several models": Is(True)},
+        f"session.schedule: {as_one}and samples are counted of all together: step each scheduler in the "
+        "script, or set run.strategy to ring or hierarchical",
+        UserError,
     )
     over = "atoll.memory.over has given {over!r} the workers {ranks}, "
     yield Need(

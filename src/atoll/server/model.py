@@ -468,7 +468,9 @@ class Model:
 
     def _mean_of(self, action: CombineChunks, chunk: int) -> tuple[Tensor, bytes]:
         parts = []
-        for weight, contribution in action.contributions:
+        for place, (weight, contribution) in enumerate(action.contributions):
+            if action.weights:
+                weight = self.own.weight_of(chunk, action.weights[place], weight)
             handle, present = contribution[chunk]
             parts.append(
                 (

@@ -51,6 +51,8 @@ class CombineChunks:
             lost.
         basis: the basis of the least certain weight (core/weighing.py).
         alike: the number of workers that count.
+        weights: of each contribution, for each optimizer the weight of its gradients, in place of the one in
+            `contributions`; empty: none differs.
     """
 
     iteration: int
@@ -60,6 +62,7 @@ class CombineChunks:
     losses: list[dict[int, ChunkLoss]] = field(default_factory=list)
     basis: str = KNOWN
     alike: float = 1.0
+    weights: list[list[float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

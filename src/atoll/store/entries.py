@@ -36,6 +36,7 @@ class WeightedContribution(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
         counted: the weight by samples; -1 if it equals `weight`.
         basis: how certain the weight by samples is (core/weighing.py).
         alike: the number of workers behind the contribution.
+        weights: for each optimizer the weight of its gradients, in place of `weight`; empty: none differs.
     """
 
     worker: Count
@@ -45,6 +46,7 @@ class WeightedContribution(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     counted: float = -1.0
     basis: str = KNOWN
     alike: float = 1.0
+    weights: list[float] = []
 
 
 class Combine(LogEntry, frozen=True):

@@ -147,7 +147,7 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             return Outcome(
                 refused=f"worker {worker} commits with weight {commit.weight}, of {commit.alike} workers"
             )
-        if not (math.isfinite(commit.weight) and math.isfinite(commit.samples)):
+        if not all(map(math.isfinite, (commit.weight, commit.samples, *commit.weights))):
             return Outcome(refused=f"worker {worker} commits with weight {commit.weight}, which is no number")
         draft = Draft()
         self.rule.commit(worker, commit, draft, self.these)

@@ -219,12 +219,17 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
                     counted=-1.0 if certain else commit.weight,
                     basis=commit.basis,
                     alike=commit.alike,
+                    weights=[
+                        each if certain or each <= 0 or commit.weight <= 0 else commit.alike
+                        for each in commit.weights
+                    ],
                 )
             )
             draft.counted.append((worker, commit))
             these.stages.forget_through(worker, incarnation, self.iteration)
         draft.write(Combine(iteration=self.iteration, members=members))
-        self.combined, self.entering = list(self.members), dict(these.roster.waiting)
+        opens = any(self.commits[worker].ends for worker in self.members)
+        self.combined, self.entering = list(self.members), dict(these.roster.waiting) if opens else {}
         self.told = messages.Committed(
             iteration=self.iteration,
             workers=sorted(self.combined),

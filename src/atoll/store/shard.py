@@ -269,7 +269,8 @@ class ShardState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         self.consumed += samples
         basis = worst([member.basis for member in entry.members if member.weight > 0])
         alike = sum(member.alike for member in entry.members if member.weight > 0)
-        combine = CombineChunks(entry.iteration, taken, weight, samples, losses, basis, alike)
+        weights = [each.weights for each in entry.members] if any(e.weights for e in entry.members) else []
+        combine = CombineChunks(entry.iteration, taken, weight, samples, losses, basis, alike, weights)
         return [combine, *_release(*(parts for _, parts in taken))]
 
     def _step(self, entry: StepWithMean) -> list[Action]:

@@ -540,6 +540,8 @@ class RemoteOptimizer(ParameterOptimizer):
         self,
         lacks_room: Callable[[int], str] = lambda _nbytes: "",
         read: Callable[[Any], Any] = read_whole,
+        *,
+        comes_later: bool = False,
     ) -> None:
         """Bring the optimizer's state here, so that the script may go on with a plain optimizer.
 
@@ -548,7 +550,11 @@ class RemoteOptimizer(ParameterOptimizer):
                 Without room the state stays away, and a warning gives the reason when the script uses the
                 optimizer.
             read: returns what is kept here of each value of the state, given that value, which may be lazy.
+            comes_later: True on a worker that has yet to enter the run, and has no state of it until then.
         """
+        if comes_later:
+            self._is_back = True
+            return
         self._show()
         states = self.optimizer.state
         why = lacks_room(sum(map(tensor_bytes, states.values())))

@@ -377,6 +377,13 @@ class ShardOptimizer:
         group = self._group_of.get(chunk)
         return group is not None and optimizer in (None, self._optimizer_of[group])
 
+    def weight_of(self, chunk: int, weights: Sequence[float], otherwise: float) -> float:
+        """Return the weight of a chunk's gradients: of `weights`, which has one for each optimizer, that of
+        the optimizer that steps the chunk; `otherwise` if there is none."""
+        group = self._group_of.get(chunk)
+        place = len(weights) if group is None else self._optimizer_of[group]
+        return weights[place] if place < len(weights) else otherwise
+
     def step(
         self,
         chunk: int,

@@ -33,10 +33,12 @@ class Steppers:
         self,
         lacks_room: Callable[[int], str] = lambda _nbytes: "",
         read: Callable[[Any], Any] = read_whole,
+        *,
+        comes_later: bool = False,
     ) -> None:
         """Bring the optimizers' state here, as far as it has left (`RemoteOptimizer.give_back`)."""
         for each in self._steppers:
-            each.give_back(lacks_room, read)
+            each.give_back(lacks_room, read, comes_later=comes_later)
 
     def restore(self) -> None:
         """Undo what failing steps left behind."""

@@ -120,6 +120,11 @@ class Commit(Message, frozen=True):
     more: bool = False  # BSP: the contributor has a further batch of its own data in this epoch
     speeds: Speeds = {}  # BSP, with `sync.shares` or `sync.memory_cap` auto: the reports of its workers
     optimizer: Count = 0  # asynchronous modes: the model's optimizer that steps, by its place in Setup
+    # BSP: for each optimizer the weight of its gradients, where several models train as one; else empty
+    weights: Annotated[list[Weight], Meta(max_length=4096)] = []
+    ends: bool = (
+        True  # BSP: newcomers may enter with the next iteration: no pass of the script's loop is broken
+    )
 
 
 class Committed(Message, frozen=True):

@@ -75,8 +75,8 @@ class Collectives:
 
     def refresh(self, name: str) -> None:
         """Wait for all workers inside the call `name`, and take the newest parameters: nobody steps any
-        more."""
-        if not self._strategy.collective:
+        more. A worker that has yet to enter a run under way gets them as it enters."""
+        if not self._strategy.collective and not self._workers.late:
             self.settle()
             self._workers.barrier(name)
             self._strategy.refresh()

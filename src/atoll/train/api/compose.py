@@ -466,6 +466,7 @@ def _with_shards(config: Config, place: Place, device: torch.device, service: Se
         attendance,
         workers,
         state,
+        compare=models.compare,
         entered=models.entered,
         told_members=service.told_members,
         told_unlike=partial(records.warn_once, "unlike hyperparameters"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -11,17 +12,24 @@ from torch import nn
 from atoll.core.errors import PrepareError, UserError
 from atoll.tensors.torch_compat import uncompiled
 from atoll.train.api.prepared import Prepared
+from atoll.train.api.scriptmodel import Given, ScriptModel
 
 
 class Models:
-    """The prepared models. The list `prepared` grows in the order in which the script prepares models."""
+    """The prepared models. The list `prepared` grows in the order in which the script prepares models.
 
-    def __init__(self, prepared: list[Prepared]) -> None:
-        self._prepared = prepared
+    If they train `as_one`, it has one entry, which each further model joins.
+    """
+
+    def __init__(self, prepared: list[Prepared], *, as_one: bool) -> None:
+        self._prepared, self._as_one = prepared, as_one
+
+    def __iter__(self) -> Iterator[ScriptModel]:
+        return (model for prepared in self._prepared for model in prepared.models)
 
     def check_new(
         self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], name: str
-    ) -> Prepared | None:
+    ) -> ScriptModel | None:
         """Return the model as it was prepared before; None for another model.
 
         Raises PrepareError or UserError for a model or optimizers that cannot be prepared. That is so if
@@ -30,13 +38,13 @@ class Models:
         """
         _check_pair(model, optimizers)
         module = uncompiled(model)
-        former = next((prepared for prepared in self._prepared if prepared.module is module), None)
-        for prepared in self._prepared:
-            if prepared is former:
+        former = next((each for each in self if each.module is module), None)
+        for other in self:
+            if other is former:
                 continue
-            if name and prepared.origin.name == name:
+            if name and other.origin.name == name:
                 raise UserError(f"session.prepare(name={name!r}): another model has that name already")
-            taken = {id(parameter) for parameter in prepared.parameters.values()}
+            taken = {id(parameter) for parameter in other.parameters.values()}
             for own, parameter in module.named_parameters():
                 if id(parameter) in taken:
                     raise PrepareError(
@@ -44,6 +52,23 @@ class Models:
                         "nn.ModuleList and prepare that"
                     )
         return former
+
+    def place(self, former: ScriptModel | None) -> Prepared | None:
+        """Return the prepared model in whose place another one is about to be prepared: that of which
+        `former` is a part, or the one that every model joins. None: there is none."""
+        if former is None:
+            return self._prepared[0] if self._as_one and self._prepared else None
+        return self.of(former)
+
+    def together_with(self, new: Given, known: ScriptModel | None) -> list[Given]:
+        """Return what the script has given for all models that train as one with a `new` one, in order. It
+        was prepared before as `known`; then its batches stay."""
+        place = self.place(known)
+        given = [] if place is None else [each.given for each in place.models]
+        if known is None:
+            return [*given, new]
+        anew = replace(new, batches=known.given.batches)
+        return [anew if each is known.given else each for each in given]
 
     def put(self, prepared: Prepared, former: Prepared | None) -> None:
         """Add a prepared model, or put it in the place of `former`."""
@@ -57,19 +82,24 @@ class Models:
         if not self._prepared:
             raise UserError(f"{what} needs a model; call session.prepare(model, optimizer) first")
 
-    def find(self, model: nn.Module | None) -> Prepared:
+    def of(self, model: ScriptModel) -> Prepared:
+        """Return the prepared model of which `model` is a part."""
+        return next(each for each in self._prepared if model in each.models)
+
+    def find(self, model: nn.Module | None) -> ScriptModel:
         """Return the prepared model that a call means by `model`; if that is None, the only one.
 
         Raises UserError if there is no such model, or if several are prepared and `model` is None.
         """
         self.require("this call")
+        known = list(self)
         if model is None:
-            if len(self._prepared) > 1:
+            if len(known) > 1:
                 raise UserError("several models are prepared; say which is meant with model=...")
-            return self._prepared[0]
-        for prepared in self._prepared:
-            if prepared.module is uncompiled(model):
-                return prepared
+            return known[0]
+        for each in known:
+            if each.module is uncompiled(model):
+                return each
         raise UserError("this model is not prepared; call session.prepare(model, optimizer) first")
 
     @contextlib.contextmanager

@@ -98,9 +98,10 @@ class CutBatch:
     def __init__(self, of: Pieces, batch: Any, samples: int, *, is_certain: bool) -> None:
         self.of, self._batch, self._samples, self._is_certain = of, batch, samples, is_certain
         self.models = list(of.models)
+        self.counted = [each for model in self.models for each in model.models]
         self._before: dict[nn.Parameter, Tensor] = {}  # gradients from before the batch
         self._sums: dict[nn.Parameter, Tensor | None] = {}  # means of the gradients of the pieces so far
-        self._weights = [0.0] * len(self.models)  # of these pieces, by model
+        self._weights = [0.0] * len(self.counted)  # of these pieces, by model
         self.is_apart = False  # True: gradients are put together before they are reduced
 
     def pieces(self) -> Iterator[Piece]:
@@ -152,7 +153,7 @@ class CutBatch:
     def add(self, marks: Sequence[SampleMark], samples: int) -> None:
         """Add the gradients of a piece of so many samples to those before, by the weight that was counted
         since `marks`."""
-        for index, (model, mark) in enumerate(zip(self.models, marks, strict=True)):
+        for index, (model, mark) in enumerate(zip(self.counted, marks, strict=True)):
             counted = model.samples.since(mark)
             weight = float(samples) if counted is None else counted
             self._weights[index] += weight
@@ -199,7 +200,7 @@ class Piece:
 
     def __enter__(self) -> Any:
         of, pieces = self._of, self._of.of
-        self._marks = [model.samples.mark() for model in of.models]
+        self._marks = [model.samples.mark() for model in of.counted]
         self._unsent = [model.reducer.unsent for model in of.models]
         self._ways = [(model.reducer.synchronous, model.reducer.sends_early) for model in of.models]
         self._buffers = [model.buffers.copies() for model in of.models] if pieces.finds else []
@@ -244,8 +245,9 @@ class Piece:
     def _undo(self) -> None:
         """Leave everything as it was before the piece."""
         self._of.of.backward.repeat()
-        for model, mark, unsent in zip(self._of.models, self._marks, self._unsent, strict=True):
-            model.samples.back_to(mark)
+        for counted, mark in zip(self._of.counted, self._marks, strict=True):
+            counted.samples.back_to(mark)
+        for model, unsent in zip(self._of.models, self._unsent, strict=True):
             model.reducer.unsent = unsent
             for parameter in model.parameters.values():
                 parameter.grad = None

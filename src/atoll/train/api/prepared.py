@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from atoll.core.config import Config
 from atoll.core.errors import BindingError, NonFiniteGradientError, PrepareError, UserError
 from atoll.core.scriptline import at_script_line, script_line
-from atoll.core.stands import Epoch
+from atoll.core.weighing import KNOWN, worst
 from atoll.exchange.sentgroups import sent_groups
 from atoll.memory.agreeing import BatchEpochs
 from atoll.memory.over import refuse_apart
@@ -36,13 +36,12 @@ from atoll.tensors.torch_compat import (
     is_within_functional_call,
     own_parameters,
     scale_of,
-    uncompiled,
     watch_clipping,
     watch_zeroing,
 )
 from atoll.train.api.agreement import check_same, describe
 from atoll.train.api.growth import Growth
-from atoll.train.api.origin import Origin
+from atoll.train.api.scriptmodel import Given, LoopOverModels, ScriptModel, one_module
 from atoll.train.api.stepset import StepSet
 from atoll.train.checkpoint.buffers import ModelBuffers
 from atoll.train.data.moredata import MoreData
@@ -53,8 +52,8 @@ from atoll.train.gradients.latesteps import LateSteps
 from atoll.train.gradients.meanloss import MeanLoss
 from atoll.train.gradients.memory import Tiers
 from atoll.train.gradients.othersteps import OtherSteps
-from atoll.train.gradients.reducer import Calls, Clipping, Reducer, Shares, continue_from
-from atoll.train.gradients.samples import ContributionWeight, CountedBatch, SampleCount, SeenSamples
+from atoll.train.gradients.reducer import Calls, Clipping, Reducer, continue_from
+from atoll.train.gradients.samples import ContributionWeight, SeenSamples
 from atoll.train.gradients.syncnorm import SyncNorms
 from atoll.train.gradients.watch import GradientWatch, SharedGradientWatch
 from atoll.train.gradients.whole import Whole
@@ -78,29 +77,6 @@ _EDITED = (
 )
 
 
-class Batches(Protocol):
-    """The batches on which one model trains (`train/data/batches.py`).
-
-    Attributes:
-        shares: this worker's reports on its share of a batch; None: none.
-    """
-
-    @property
-    def shares(self) -> Shares | None: ...
-
-    def forward(self) -> None:
-        """Note that the model is given a batch."""
-
-    def count(self, seen: SeenSamples) -> CountedBatch:
-        """Count a batch that backward has reached."""
-
-    def epoch(self) -> Epoch:
-        """Return the epoch of the present batch."""
-
-    def whole(self) -> None:
-        """Note that an iteration's gradients are reduced."""
-
-
 class Steps(Protocol):
     """The session's acts around each optimizer step (`train/api/steps.py`)."""
 
@@ -110,8 +86,8 @@ class Steps(Protocol):
     def skipped(self, reason: str) -> None:
         """Note that the policy on NaN and infinities has skipped a step."""
 
-    def stepped(self, prepared: Prepared, of: StepSet) -> None:
-        """Act after one of the model's optimizers has stepped."""
+    def stepped(self, prepared: Prepared, model: ScriptModel, of: StepSet) -> None:
+        """Act after one of a model's optimizers has stepped."""
 
 
 class Loads(Protocol):
@@ -135,28 +111,29 @@ class Tells(Protocol):
 
 
 class Prepared:
-    """One model that `session.prepare` has prepared, with the optimizers that step it.
+    """A model that the session trains, with the optimizers that step it: one of the script's models, or all
+    of them together.
 
     If `tiers` gives a strategy, the model's chunks lie in tiers and that strategy replaces `strategy`.
     Otherwise the model trains as without tiers. `backward` is the session's. `number` is the model's in the
     session, and `may_change` is True if it may be prepared again after it has changed. `former` is the model
     as it was prepared before, at whose iteration this one goes on.
+
+    Attributes:
+        models: the script's models that it is made of, in the order in which they were prepared.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
+        given: Sequence[Given],
         *,
         number: int,
-        origin: Origin,
         config: Config,
         device: torch.device,
         workers: Workers,
         strategy: Strategy,
         tiers: Tiers | None,
         backward: BackwardEnd,
-        batches: Batches,
         steps: Steps,
         loads: Loads,
         tells: Tells,
@@ -164,14 +141,14 @@ class Prepared:
         more: MoreData,
         joint_norms: bool,
         check_sparse: Callable[[torch.optim.Optimizer], None],
-        step: str | None,
-        bf16: str | None = None,
         may_change: bool = False,
         former: Prepared | None = None,
     ) -> None:
-        self.config, self._workers, self.origin = config, workers, origin
-        self._backward, self._batches, self._steps, self._tells = backward, batches, steps, tells
-        self.module: nn.Module = uncompiled(model)  # inside torch.compile's wrapper
+        self.config, self._workers = config, workers
+        self._backward, self._batches, self._steps, self._tells = backward, given[0].batches, steps, tells
+        self.module = one_module(given)
+        optimizers = [optimizer for each in given for optimizer in each.optimizers]
+        bf16 = given[0].bf16  # several models train where another process steps them, which takes none
         count_unscaling()
         watch_clipping()
         # Before the tiers wrap the optimizer's method:
@@ -179,23 +156,27 @@ class Prepared:
         if not workers.alone:
             self._unwatch_zeroing = watch_zeroing(self._note_zeros)
         self._others = not workers.alone
-        self.samples = SampleCount(more)
+        self.models, self._more = [ScriptModel(each, more) for each in given], more
+        self._loop = LoopOverModels()
         self.mean_loss = MeanLoss(workers)
-        # The latest backward that reached a forward, and the latest that left gradients:
-        self._reached_in = self._came_in = -1
+        self._came_in = -1  # the latest backward that left gradients
         self._closed = self._ready = False
-        self._sync_norms: SyncNorms | None = None
+        self._sync_norms: list[SyncNorms] = []
         self._stepped: set[int] = set()  # the optimizers that have stepped since all had
-        _refuse_wrapped(self.module)
+        for each in self.models:
+            _refuse_wrapped(each.module)
         sparse = _sparse_of(self.module)
         if not workers.alone:
-            self._sync_norms = SyncNorms(self.module, device, workers.place.world, more, joint=joint_norms)
+            world = workers.place.world
+            self._sync_norms = [
+                SyncNorms(each.module, device, world, more, joint=joint_norms) for each in self.models
+            ]
         self.parameters = dict(self.module.named_parameters())
         precision = check_precision(bf16, self.parameters)
         check_bindable(self.parameters)
         refuse_apart(self.module, store="sharded" if tiers is not None and tiers.has_members else "resident")
         _to_device(self.module, self.parameters, device)
-        settings = _settings(optimizers, self.parameters)
+        settings = _settings(self.models)
         if strategy.brings_parameters:  # before workers meet, so that all raise the error
             for optimizer in optimizers:
                 sent_groups(optimizer)
@@ -207,15 +188,15 @@ class Prepared:
             self.module,
             optimizers,
             config,
-            name=origin.name,
-            step=step,
+            name=_of_each([each.origin.name for each in given]) or "",
+            step=_of_each([each.step for each in given]),
             bf16=bf16,
             has_budgets=tiers is not None,
             known=None if former is None else former.parameters,
         )
         check_same(workers, described)
         float32 = None if precision is None else _float32_steps(precision, self.parameters, workers)
-        units = [unit_of(each, step) for each in optimizers]
+        units = [unit_of(optimizer, each.step) for each in given for optimizer in each.optimizers]
         self._check_sparse = check_sparse
         for optimizer in optimizers if sparse else ():
             check_sparse(optimizer)
@@ -260,6 +241,11 @@ class Prepared:
             )
             for each, unit in zip(optimizers, units, strict=True)
         ]
+        first = 0
+        for each in self.models:
+            each.sets = self.sets[first : first + len(each.optimizers)]
+            first += len(each.optimizers)
+        alone = self.models[0].samples.contribution if len(self.models) == 1 else None
         self.reducer: Reducer
         self.reducer, self.stepper = strategy.build(
             Training(
@@ -270,18 +256,19 @@ class Prepared:
                 frozen=[chunk for chunk in self.chunks if not chunk.parameters[0].requires_grad],
                 calls=Calls(
                     arm=self._gradient_came,
-                    contribution=self.samples.contribution,
+                    contribution=alone or self._contribution,
+                    whole=_as_it_is if alone is not None else self._whole,
                     committed=self._committed,
                     leaving=backward.settle,
                     reduce=backward.reduce_before_step,
                     dropped=partial(tells.warn_once, "dropped gradients", _DROPPED),
                     edited=self._tell_of_edits,
                     counts_unlike=partial(tells.warn_together, "weights"),
-                    epoch=batches.epoch,
+                    epoch=self._batches.epoch,
                     epochs_mixed=epochs_mixed,
                     unscaled=lambda: scale_of(optimizers[0]),
                     buffers=self.buffers if len(self.buffers) and config.sync.buffers == "rank 0" else None,
-                    shares=batches.shares,
+                    shares=self._batches.shares,
                     more=more,
                 ),
                 config=config,
@@ -289,14 +276,17 @@ class Prepared:
             )
         )
         if former is not None:
-            self.samples.unknown = former.samples.unknown
+            known = {each.module: each for each in former.models}
+            for each in self.models:
+                if each.module in known:
+                    each.goes_on(known[each.module])
             if not strategy.brings_parameters:  # otherwise their place says where this worker goes on
                 continue_from(former.reducer, self.reducer)
         # After the step hooks were made, so that the session's policy on gradients runs first.
-        lies.fit(self.module, optimizers, BatchEpochs(batches.epoch, epochs_mixed))
+        lies.fit(self.module, optimizers, BatchEpochs(self._batches.epoch, epochs_mixed))
         self._ready = True
-        if self._sync_norms is not None:
-            self._sync_norms.join(workers, self.samples)
+        for norms, each in zip(self._sync_norms, self.models, strict=False):
+            norms.join(workers, each.samples)
         self.reducer.ready()
         # A model's only optimizer would step parameters of which gradients are still to come. Alone, the mean
         # is there as the gradient comes.
@@ -305,22 +295,13 @@ class Prepared:
         names = {parameter: name for name, parameter in self.parameters.items()}
         self._late_steps = LateSteps(late, names, backward.step_waits)
         backward.add(self.reducer, self._late_steps)
-        for each in self.sets:
-            before_unscaling(each.optimizer, each.before_unscaling, each.has_batch)
+        for of in self.sets:
+            before_unscaling(of.optimizer, of.before_unscaling, of.has_batch)
         self._norms = lies.norms(self.norm)
-        self._lazy_hooks = []
-        touched = BesideCompiled(self.reducer.before_use)
-        if self.reducer.acts_before_forward:
-            self._lazy_hooks.append(model.register_forward_pre_hook(touched))
-        if self.reducer.acts_before_state_dict:
-            module: Any = self.module  # torch's hooks are not typed
-            self._lazy_hooks.append(module.register_state_dict_pre_hook(touched))
-        self._hooks = ForwardHooks(
-            model,
-            before=self._before_forward,
-            accumulates=self.reducer.sum.accumulates,
-            reached=self._backward_reaches,
-        )
+        self._lazy_hooks: list[Any] = []
+        self._hooks: list[ForwardHooks] = []
+        for each in self.models:
+            self._take_hooks_on(each)
         self._other_steps = None
         if not workers.alone:
             self._other_steps = OtherSteps(
@@ -330,10 +311,40 @@ class Prepared:
                 warn_once=tells.warn_once,
             )
 
+    def _take_hooks_on(self, of: ScriptModel) -> None:
+        """Follow the forwards of one of the models, and the backwards that reach them."""
+        accumulates, chunks = self.reducer.sum.accumulates, None
+        if len(self.models) > 1:
+            accumulates, own = of.accumulates, set(of.parameters.values())
+            chunks = {bound.chunk.id for bound in self._trained_chunks if bound.parameters[0] in own}
+            of.watch({p for bound in self._trained_chunks for p in bound.parameters}, self._number)
+        model, module = of.given.model, of.module
+        touched = BesideCompiled(partial(self.reducer.before_use, chunks))
+        if self.reducer.acts_before_forward:
+            self._lazy_hooks.append(model.register_forward_pre_hook(touched))
+        if self.reducer.acts_before_state_dict:
+            self._lazy_hooks.append(module.register_state_dict_pre_hook(touched))  # type: ignore[no-untyped-call]
+        hooks = ForwardHooks(
+            model,
+            before=partial(self._before_forward, of),
+            accumulates=accumulates,
+            reached=partial(self._backward_reaches, of),
+        )
+        self._hooks.append(hooks)
+
+    def _number(self) -> int:
+        """Return the number of the backward under way."""
+        return self._backward.number
+
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers that step the model, in the script's order."""
         return [each.optimizer for each in self.sets]
+
+    @property
+    def has_stepped(self) -> bool:
+        """True if the model was trained, here or before its checkpoint was saved."""
+        return self.reducer.steps > 0
 
     @property
     def trained_bytes(self) -> int:
@@ -383,7 +394,8 @@ class Prepared:
                 "step, on every worker"
             )
         if self.steps_elsewhere:
-            self.stepper.give_back(read=read_whole if self.tiers is None else self.tiers.reads_states)
+            read = read_whole if self.tiers is None else self.tiers.reads_states
+            self.stepper.give_back(read=read, comes_later=self._workers.late)
         self._take_hooks_off()
         if self.tiers is not None:
             self.tiers.leave(optimizers)
@@ -405,12 +417,15 @@ class Prepared:
 
     def _take_hooks_off(self) -> None:
         self._closed = True
-        self._hooks.close()
+        for hooks in self._hooks:
+            hooks.close()
+        for each in self.models:
+            each.close()
         self._growth.close()
         if self._other_steps is not None:
             self._other_steps.close()
-        if self._sync_norms is not None:
-            self._sync_norms.close()
+        for norms in self._sync_norms:
+            norms.close()
         for handle in self._lazy_hooks:
             handle.remove()
         self._unwatch_zeroing()
@@ -423,6 +438,29 @@ class Prepared:
         """The model, if several members share it; else None."""
         return None if self.tiers is None else self.tiers.shared
 
+    # The reducer's state, as each of the script's models has it in a checkpoint
+
+    def of_each(self, state: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the reducer's `state` for each of the models, with that model's own number of steps."""
+        if len(self.models) == 1:
+            return [state]
+        return [{**state, "steps": each.steps_made} for each in self.models]
+
+    def load_reducer(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Load the reducer's state from those of the models. Together they make one step after another."""
+        if len(states) == 1:
+            self.reducer.load_state_dict(states[0])
+            return
+        for each, state in zip(self.models, states, strict=True):
+            each.steps_made = state["steps"]
+        self.reducer.load_state_dict({**states[0], "steps": sum(each.steps_made for each in self.models)})
+
+    def load_member(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Take another worker's state of the reducer, from those of the models."""
+        self.reducer.load_member_state(states[0])
+        for each, state in zip(self.models, states, strict=True):
+            each.steps_made = state["steps"]
+
     @property
     def groups(self) -> dict[str, list[list[int]]]:
         """The groups of workers that have a parameter for themselves, by the parameter's name
@@ -434,26 +472,19 @@ class Prepared:
         """The values and state of parameters that the other groups have for themselves, for a checkpoint."""
         return {} if self._shared is None else self._shared.held_by_groups()
 
-    @property
-    def stepped_names(self) -> list[list[str]]:
-        """The names of each optimizer's parameters, in the order of its state_dict."""
-        names = {id(parameter): name for name, parameter in self.parameters.items()}
-        return [
-            [names.get(id(p), "") for group in each.param_groups for p in group["params"]]
-            for each in self.optimizers
-        ]
-
-    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-        """Clip the gradients by their global norm; return the norm before.
+    def clip(self, of: ScriptModel, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        """Clip the gradients of one of the models by their global norm; return the norm before.
 
         Under strategy `peers` it is the norm of this node's own gradients. Raises UserError if the arguments
         are those of torch's own function, whose first argument is the parameters.
         """
         check_max_norm(max_norm, norm_type)
-        if any(map(self._follows, self.sets)):
+        if any(map(self._follows, of.sets)):
             self.reducer.before_step(follows=True)
         else:
             self.reducer.before_step()
+        if len(self.models) > 1:  # the shards are sent what this changes, as the script's own clipping
+            return of.clip(max_norm, norm_type, error_if_nonfinite)
         norm = self.reducer.clip(
             Clipping(
                 max_norm,
@@ -474,14 +505,14 @@ class Prepared:
             how = how if line else "as torch.nn.utils.clip_grad_norm_ does"
             self._tells.warn_once("edits under no_sync", _EDITED.format(until, how))
 
-    def _before_forward(self) -> None:
+    def _before_forward(self, of: ScriptModel) -> None:
         self.stepper.restore()
         for bound in self._trained_chunks:
             if bound.has_moved:  # before a step it may be elsewhere: averaged weights, say, for an evaluation
                 bound.check_kinds()
         self._check_homes()
         self._backward.before_forward()
-        self._batches.forward()
+        of.given.batches.forward()
 
     def _check_homes(self) -> None:
         """Raise BindingError if a parameter of the module was replaced.
@@ -496,14 +527,14 @@ class Prepared:
                     f"{self._way_out}"
                 )
 
-    def _backward_reaches(self, seen: SeenSamples | None) -> None:
-        self._reached_in = self._backward.number
+    def _backward_reaches(self, of: ScriptModel, seen: SeenSamples | None) -> None:
+        of.reached_in = self._backward.number
         backward = backward_under_way()
         self.reducer.reached(backward)
         if seen is not None:
-            batch = self._batches.count(seen)
+            batch = of.given.batches.count(seen)
             if batch.samples is not None:
-                self.samples.count(batch.samples, batch.basis, batch.new)
+                of.samples.count(batch.samples, batch.basis, batch.new)
         if backward != -1 and self.reducer.acts_after_backward:
             self._backward.arm()
 
@@ -511,22 +542,49 @@ class Prepared:
         """Note that autograd has delivered a gradient, and arm the reduction."""
         if self._came_in != self._backward.number:
             self._came_in = self._backward.number
-            if self._reached_in != self._came_in:
-                self.samples.missed()
+            if len(self.models) == 1 and self.models[0].reached_in != self._came_in:
+                self.models[0].samples.missed()
         self._backward.arm()
+
+    def _contribution(self, has_gradient: bool) -> ContributionWeight:
+        """Return a contribution of several models, by the largest weight that a backward has shown so far;
+        see `_whole`."""
+        if self._more.repeats or not has_gradient:
+            return ContributionWeight(0.0, 0.0)
+        samples = [each.samples for each in self.models]
+        fresh = [each.known for each in samples if not each.is_used]
+        return ContributionWeight(max(fresh, default=0.0) or max(each.known for each in samples) or 1.0, 0.0)
+
+    def _whole(self, own: ContributionWeight) -> ContributionWeight:
+        """Return a contribution with the weight of each model, once all gradients have come."""
+        found = [each.contribution(own.weight) if own.weight else (0.0, 0.0, KNOWN) for each in self.models]
+        bases = [basis for each, (_, _, basis) in zip(self.models, found, strict=True) if each.has_new]
+        return ContributionWeight(
+            own.weight,
+            sum(samples for _, samples, _ in found),
+            worst(bases),
+            by_optimizer=tuple(
+                (weight, samples)
+                for each, (weight, samples, _) in zip(self.models, found, strict=True)
+                for _ in each.sets
+            ),
+            ends=self._loop.reduced(frozenset(n for n, each in enumerate(self.models) if each.has_new)),
+        )
 
     def _committed(self, own: ContributionWeight, group_samples: float) -> float:
         self.mean_loss.reduced(own, alike=self.reducer.count_alike)
         repeats = False
         for each in self.sets:
             repeats = repeats or each.repeats
-        for each in self.sets:
-            each.own_samples += 0.0 if repeats else own.samples
+        for place, each in enumerate(self.sets):
+            each.own_samples += 0.0 if repeats else own.of(place).samples
             each.reduced()
             if self._others:  # other workers compare the scale
                 forget_scale(each.optimizer)
-        self.samples.use(alike=self.reducer.count_alike)
-        self._batches.whole()
+        if len(self.models) == 1 or self.models[0].has_new:  # samplers of the session give the first one's
+            self._batches.whole()
+        for model in self.models:
+            model.reduced(alike=self.reducer.count_alike)
         fitted = None if self.tiers is None else self.tiers.fitted
         if self._looks_for_sparse and (
             self.reducer.sum.gradients.have_sparse(self._trained_chunks)
@@ -652,9 +710,11 @@ class Prepared:
             self._stepped.clear()
             if waiting <= self.reducer.passes:
                 self.reducer.sum.all_stepped()
-        self._steps.stepped(self, of)
-        if not of.follows:
-            self.samples.reset()
+        model = next(each for each in self.models if of in each.sets)
+        self._steps.stepped(self, model, of)
+        model.stepped()
+        if of is self.sets[0]:
+            self._loop.stepped()
         of.own_samples, of.follows = 0.0, False
 
 
@@ -663,39 +723,46 @@ def _blamed(named: Sequence[str]) -> str:
     return f"the gradient of {where} holds NaN or infinity"
 
 
-def _settings(
-    optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter]
-) -> dict[nn.Parameter, str]:
+def _settings(models: Sequence[ScriptModel]) -> dict[nn.Parameter, str]:
     """Return the number of the param group that steps each parameter, as the layout's settings key.
 
-    Groups are numbered through all optimizers. Raises PrepareError for a parameter of an optimizer that is
-    not in the model, and, if there are several optimizers, for one that two of them have, or none.
+    Groups are numbered through all models and their optimizers. Raises PrepareError for a parameter of an
+    optimizer that is not in its model, and, if a model has several optimizers, for one that two of them have,
+    or none.
     """
-    names = {parameter: name for name, parameter in parameters.items()}
-    owner: dict[nn.Parameter, int] = {}
     settings: dict[nn.Parameter, str] = {}
-    groups = [(number, group) for number, each in enumerate(optimizers) for group in each.param_groups]
-    for index, (number, group) in enumerate(groups):
-        for position, parameter in enumerate(group["params"]):
-            if parameter not in names:
+    before = 0  # the param groups of the models before
+    for model in models:
+        names = {parameter: name for name, parameter in model.parameters.items()}
+        optimizers, owner = model.optimizers, dict[nn.Parameter, int]()
+        groups = [(number, group) for number, each in enumerate(optimizers) for group in each.param_groups]
+        for index, (number, group) in enumerate(groups):
+            for position, parameter in enumerate(group["params"]):
+                if parameter not in names:
+                    raise PrepareError(
+                        f"parameter {position} of the optimizer's param group {index}, of shape "
+                        f"{tuple(parameter.shape)}, is not in the model; put every module that it steps into "
+                        "one nn.ModuleList and prepare that"
+                    )
+                if owner.setdefault(parameter, number) != number:
+                    raise PrepareError(
+                        f"parameter {names[parameter]!r} is in optimizers {owner[parameter]} and {number}, "
+                        "and both would step it; leave it to one of them"
+                    )
+                settings[parameter] = str(before + index)
+        for parameter, name in names.items() if len(optimizers) > 1 else ():
+            if parameter.requires_grad and parameter not in owner:
                 raise PrepareError(
-                    f"parameter {position} of the optimizer's param group {index}, of shape "
-                    f"{tuple(parameter.shape)}, is not in the model; put every module that it steps into "
-                    "one nn.ModuleList and prepare that"
+                    f"parameter {name!r} is in none of the {len(optimizers)} optimizers; give it to one of "
+                    "them, or freeze it (requires_grad_(False))"
                 )
-            if owner.setdefault(parameter, number) != number:
-                raise PrepareError(
-                    f"parameter {names[parameter]!r} is in optimizers {owner[parameter]} and {number}, and "
-                    "both would step it; leave it to one of them"
-                )
-            settings[parameter] = str(index)
-    for parameter, name in names.items() if len(optimizers) > 1 else ():
-        if parameter.requires_grad and parameter not in owner:
-            raise PrepareError(
-                f"parameter {name!r} is in none of the {len(optimizers)} optimizers; give it to one of them, "
-                f"or freeze it (requires_grad_(False))"
-            )
+        before += len(groups)
     return settings
+
+
+def _of_each(words: Sequence[str | None]) -> str | None:
+    """Return what each model was given, as text; of a session's only model its own."""
+    return words[0] if len(words) == 1 else " and ".join(map(repr, words))
 
 
 def _float32_steps(how: Precision, parameters: Mapping[str, nn.Parameter], workers: Workers) -> Float32Steps:
@@ -715,6 +782,10 @@ def _watch(optimizer: torch.optim.Optimizer, chunks: Sequence[BoundChunk]) -> Gr
 
 
 def _nothing() -> None: ...
+
+
+def _as_it_is(own: ContributionWeight) -> ContributionWeight:
+    return own
 
 
 _Home: TypeAlias = tuple[Mapping[str, nn.Parameter | None], str, nn.Parameter, str]

@@ -12,6 +12,7 @@ from atoll.train.api.prepared import Prepared
 from atoll.train.api.records import Records
 from atoll.train.api.schedule import SampleSchedule, ScheduleWatch
 from atoll.train.api.schedulers import schedulers_of
+from atoll.train.api.scriptmodel import ScriptModel
 from atoll.train.api.stepset import StepSet
 from atoll.train.checkpoint.resume import TrainingState
 from atoll.train.members.workers import Workers
@@ -56,10 +57,10 @@ class Schedules:
     def add(self, scheduler: Any, total: float, steps: int | None) -> None:
         """Drive a scheduler by samples, as documented at `Session.schedule`."""
         optimizer = getattr(scheduler, "optimizer", None)
-        prepared = next(
-            (each for each in self._state.prepared if any(own is optimizer for own in each.optimizers)), None
+        model = next(
+            (each for each in self._state.models if any(own is optimizer for own in each.optimizers)), None
         )
-        if prepared is None or optimizer is None:
+        if model is None or optimizer is None:
             raise UserError(
                 "session.schedule: this scheduler's optimizer is not prepared; call "
                 "session.prepare(model, optimizer) first"
@@ -69,10 +70,10 @@ class Schedules:
         schedule = SampleSchedule(scheduler, optimizer, total, steps)
         self._state.schedules.append(schedule)
         self._watches[id(optimizer)].let_go(scheduler)
-        prepared.samples.unknown = schedule.per_step / max(1, self._state.world)
+        model.samples.unknown = schedule.per_step / max(1, self._state.world)
         self._records.decided("schedule", schedule.describe(), "session.schedule: by all workers' samples")
 
-    def stepped(self, prepared: Prepared, of: StepSet) -> None:
+    def stepped(self, prepared: Prepared, model: ScriptModel, of: StepSet) -> None:
         """Make the steps due after this step of one of a model's optimizers, and warn of schedulers off
         course."""
         optimizer, consumed = of.optimizer, prepared.reducer.consumed
@@ -80,11 +81,12 @@ class Schedules:
             self._state.follow_samples(optimizer, consumed)
         watch = self._watches[id(optimizer)]
         if watch.has_schedulers():
-            watch.stepped(of.own_samples, consumed, self._counted(), self._together)
+            of_all = consumed if len(prepared.models) == 1 else 0.0  # else samples of other models are in it
+            watch.stepped(of.own_samples, of_all, self._counted(), self._together)
         if self._state.schedules:
             self._see_ends(optimizer, consumed)
-        if prepared.samples.guessed:
-            samples = prepared.samples.unknown
+        if model.samples.guessed:
+            samples = model.samples.unknown
             self._records.warn_once(
                 "samples of a schedule",
                 f"worker {self._name}: how many samples its batches have is not known, and "

@@ -39,6 +39,7 @@ from atoll.train.api.pieces import Pieces
 from atoll.train.api.place import Group, Place
 from atoll.train.api.prepared import Prepared
 from atoll.train.api.schedules import Schedules
+from atoll.train.api.scriptmodel import Given
 from atoll.train.api.speed import Stretch, speed_from
 from atoll.train.api.steps import Steps
 from atoll.train.checkpoint.resume import Stateful
@@ -79,7 +80,8 @@ class Session:
         speed, stretch = speed_from(), None
         if speed != 1:
             stretch = Stretch(speed, runtime.meter.computing_clock)
-        self._models, self._averages = Models(runtime.state.prepared), Averages()
+        self._averages = Averages()
+        self._models = Models(runtime.state.prepared, as_one=runtime.strategy.trains_as_one)
         self._schedules = Schedules(
             runtime.state,
             runtime.records,
@@ -211,7 +213,8 @@ class Session:
 
         The model moves to `session.device`. Its parameters become views into chunks and take worker 0's
         values, as do its buffers. Every worker calls this method, with equal models. It may be called again
-        for another pair. Raises PrepareError, naming the parameter and the remedy, for a model that cannot be
+        for another pair; at a parameter server all pairs train as one, so prepare them before the first step
+        (docs/server.md). Raises PrepareError, naming the parameter and the remedy, for a model that cannot be
         trained.
 
         With `name`, a checkpoint's values go to the model of that name, in whatever order a script prepares
@@ -231,46 +234,62 @@ class Session:
         self._workers.check_open()
         several = isinstance(optimizer, (list, tuple))
         optimizers: list[Any] = list(optimizer) if several else [optimizer]  # type: ignore[arg-type]
-        former = self._models.check_new(model, optimizers, name)
-        runtime, prepared_before = self._runtime, self._state.prepared
-        number = len(prepared_before) if former is None else prepared_before.index(former)
+        known = self._models.check_new(model, optimizers, name)
+        former, runtime, before = self._models.place(known), self._runtime, self._state.prepared
+        number = len(before) if former is None else before.index(former)
+        new = Given(
+            model,
+            optimizers,
+            origin=origin_of(model, name) if known is None else known.origin,
+            batches=OtherBatches(self._passes) if before else self._batches,
+            memory=memory,
+            step=step,
+            bf16=bf16,
+        )
+        given = self._models.together_with(new, known)
+        stepping = [optimizer for each in given for optimizer in each.optimizers]
+        budgets = [each.memory for each in given if each.memory is not None]
+        memory = budgets[0] if budgets else None
         average = self._averages.of(model)
-        facts = {"several optimizers": len(optimizers) > 1, "average": average is not None, "bf16": bf16}
+        again = known is not None or (former is not None and former.has_stepped)
+        facts = {
+            "several optimizers": len(stepping) > 1,
+            "several budgets": any(each != memory for each in budgets),
+            "several models": len(given) > 1,
+            "scheduled": bool(self._state.schedules),
+            "average": average is not None,
+            "bf16": bf16,
+        }
         may_change = refusal("prepare", runtime.choices(self.config, memory, again=True)) is None
         with self._collectives.call("session.prepare"):
-            tiers = runtime.tiers(self.config, memory, again=former is not None, **facts)
+            tiers = runtime.tiers(self.config, memory, again=again, **facts)
             if former is not None:
                 self._collectives.refresh("session.prepare")
-                former.leave(optimizers)
+                former.leave(stepping)
                 points.reach("change.left", self._state.iteration)
             if average is not None:
                 average.begin(optimizers)
             prepared = Prepared(
-                model,
-                optimizers,
+                given,
                 number=number,
-                origin=origin_of(model, name) if former is None else former.origin,
                 config=self.config,
                 device=self.device,
                 workers=self._workers,
                 strategy=runtime.strategy,
                 tiers=tiers,
                 backward=self._backward,
-                batches=self._batches if number == 0 else OtherBatches(self._passes),
                 steps=self._steps,
                 loads=self._loads,
                 tells=self._records,
-                unit_of=partial(runtime.unit, self.config, memory, again=former is not None, bf16=bf16),
-                check_sparse=partial(runtime.check_sparse, self.config, memory, again=former is not None),
+                unit_of=partial(runtime.unit, self.config, memory, again=again, bf16=bf16),
+                check_sparse=partial(runtime.check_sparse, self.config, memory, again=again),
                 more=self._more,
                 joint_norms=runtime.others == "local" and runtime.member is None,
-                step=step,
-                bf16=bf16,
                 may_change=may_change,
                 former=former,
             )
             if former is not None:
-                former.left(optimizers)
+                former.left(stepping)
         self._models.put(prepared, former)
         self._schedules.watch(prepared)
         if runtime.member is not None:
@@ -292,7 +311,7 @@ class Session:
         it lies in tiers, members share it like the model, and the session's checkpoints have it. Strategies
         whose optimizer steps elsewhere refuse it in `prepare` (docs/how-to/ema.md).
         """
-        return self._averages.add(model, decay, [each.module for each in self._state.prepared])
+        return self._averages.add(model, decay, [each.module for each in self._models])
 
     def pieces(self, batch: Any) -> Iterator[AbstractContextManager[Any]]:
         """Return the pieces of a batch, each a context that gives the piece: the batch itself, or several
@@ -344,7 +363,8 @@ class Session:
         This is torch.nn.utils.clip_grad_norm_ on the global mean: per-parameter norms, combined in the order
         of registration. If several models are prepared, `model` names the one to clip.
         """
-        return self._models.find(model).clip(max_norm, norm_type, error_if_nonfinite)
+        found = self._models.find(model)
+        return self._models.of(found).clip(found, max_norm, norm_type, error_if_nonfinite)
 
     def weight(self, samples: float, model: nn.Module | None = None) -> None:
         """Set the weight of this iteration's batch in the global mean, in place of its number of samples.
@@ -438,6 +458,9 @@ class Session:
             steps: the steps that the scheduler makes in the whole run; by default its own length (`T_max`,
                 `total_steps`, ...).
         """
+        several = any(len(each.models) > 1 for each in self._state.prepared)
+        facts = {"call": "session.schedule", "scheduled": True, "several models": several}
+        check("call", self._runtime.choices(self.config, None, **facts))
         self._schedules.add(scheduler, total, steps)
 
     # Values and meetings

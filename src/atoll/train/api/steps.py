@@ -8,6 +8,7 @@ from atoll.train.api.compose import Runtime
 from atoll.train.api.maskcheck import MaskCheck
 from atoll.train.api.prepared import Prepared
 from atoll.train.api.schedules import Schedules
+from atoll.train.api.scriptmodel import ScriptModel
 from atoll.train.api.stepset import StepSet
 from atoll.train.gradients.backward import BackwardEnd
 
@@ -49,11 +50,11 @@ class Steps:
             left_out = f"worker{'s' * (len(names) > 1)} {' and '.join(names)}"
         self._records.emit(events.Skipped, iteration=self._state.iteration, reason=reason, left_out=left_out)
 
-    def stepped(self, prepared: Prepared, of: StepSet) -> None:
+    def stepped(self, prepared: Prepared, model: ScriptModel, of: StepSet) -> None:
         """Follow an optimizer step. A step of the first model's first optimizer ends the iteration."""
         state, samples = self._state, of.own_samples
         self._backward.settle()  # for the optimizer's computing
-        self._schedules.stepped(prepared, of)
+        self._schedules.stepped(prepared, model, of)
         if self._state.buffers == "rank 0" and not self._runtime.strategy.shares_buffers:
             self._look_at_buffers(prepared)
         if of is not state.prepared[0].sets[0]:

@@ -117,6 +117,11 @@ class StepSet:
         watch = self._watch
         return self.waits and watch is not None and watch.has_gradients() and not watch.is_left_out()
 
+    @property
+    def has_values(self) -> bool:
+        """True if this one of several optimizers has gradients that are not all zeros."""
+        return self._watch is not None and self._watch.has_values()
+
     def _evaluates(self, again: bool) -> None:
         self.repeats = again
 

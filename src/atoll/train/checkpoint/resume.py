@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import os
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -27,6 +27,7 @@ from atoll.train.api.place import Place
 from atoll.train.api.prepared import Prepared
 from atoll.train.api.schedule import SampleSchedule
 from atoll.train.api.schedulers import check_states, put_back_states, states_of
+from atoll.train.api.scriptmodel import ScriptModel
 from atoll.train.checkpoint.random_state import (
     check_random_state,
     derive_random_state,
@@ -118,9 +119,19 @@ class TrainingState:
         return [prepared.tiers for prepared in self.prepared if prepared.tiers is not None]
 
     @property
+    def models(self) -> list[ScriptModel]:
+        """The script's models, in the order of a checkpoint."""
+        return [model for prepared in self.prepared for model in prepared.models]
+
+    @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The models' optimizers, one model's after another's: their order in a checkpoint."""
-        return [optimizer for prepared in self.prepared for optimizer in prepared.optimizers]
+        return [optimizer for model in self.models for optimizer in model.optimizers]
+
+    @property
+    def _counts_each(self) -> bool:
+        """True if the samples that all workers consume are counted for each model."""
+        return len(self.prepared) == len(self.models)
 
     def sync(self, what: str) -> None:
         """Let each worker see the values that all have written into models which they share."""
@@ -183,7 +194,7 @@ class TrainingState:
         state = {**own, **self._collect(workers, path)}
         if workers.is_first and not failure:
             trees = {"optimizer": [each.state_dict() for each in self.optimizers], "state": state}
-            if any(held := [prepared.held_by_groups for prepared in self.prepared]):
+            if any(held := [prepared.held_by_groups for prepared in self.prepared for _ in prepared.models]):
                 trees["groups"] = held
             try:
                 write_checkpoint(path, model=self._models(), trees=trees)
@@ -220,10 +231,10 @@ class TrainingState:
         _check_alike(workers.ranks, everyone)
         self._put_back(model, trees)
         state = trees["state"]
-        for prepared, saved in zip(self.prepared, state["reducers"], strict=True):
-            prepared.reducer.load_state_dict(saved)
-        for sampler, saved in zip(self.samplers, state["samplers"], strict=True):
-            sampler.load_state_dict(saved)
+        for prepared, saved in self._of_prepared(state["reducers"]):
+            prepared.load_reducer(saved)
+        for sampler, its in zip(self.samplers, state["samplers"], strict=True):
+            sampler.load_state_dict(its)
         self._load_random(workers.place.rank, state["random"])
         return len(state["random"])
 
@@ -235,7 +246,7 @@ class TrainingState:
         Raises CheckpointError if names differ, or if models of equal shapes were prepared in another order.
         """
         order = self._positions(trees, where)
-        if order == list(range(len(self.prepared))):
+        if order == list(range(len(self.models))):
             return model, trees
         state = dict(trees["state"])
         of_optimizers = self._of_optimizers(order)
@@ -268,23 +279,24 @@ class TrainingState:
         Args:
             order: for each of this session's models its index in the checkpoint.
         """
-        counts = {index: len(each.optimizers) for index, each in zip(order, self.prepared, strict=True)}
+        counts = {index: len(each.optimizers) for index, each in zip(order, self.models, strict=True)}
         first = {index: sum(counts[before] for before in range(index)) for index in counts}
         return [first[index] + number for index in order for number in range(counts[index])]
 
     def _positions(self, trees: Mapping[str, Any], where: str) -> list[int]:
         """Return, for each of this session's models, its index in the checkpoint."""
         saved = trees["state"].get("models")
-        if saved is None or len(saved) != len(self.prepared):  # an old checkpoint, or refused by `_check`
-            return list(range(len(self.prepared)))
+        models = self.models
+        if saved is None or len(saved) != len(models):  # an old checkpoint, or refused by `_check`
+            return list(range(len(models)))
         try:
             origins = [converted(each, Origin) for each in saved]
         except msgspec.ValidationError as error:
             raise CheckpointError(f"{where}: does not say what its models are: {error}") from None
-        own = [prepared.origin for prepared in self.prepared]
+        own = [model.origin for model in models]
 
         def alike(first: int, second: int) -> bool:
-            return _are_alike(self.prepared[first], self.prepared[second])
+            return _are_alike(models[first], models[second])
 
         return positions_of(origins, own, alike, where)
 
@@ -296,17 +308,19 @@ class TrainingState:
         The groups' optimizer state is put into `trees`. Raises CheckpointError if the checkpoint has other
         groups.
         """
-        held = trees.get("groups", [{}] * len(self.prepared))
+        models = self.models
+        held = trees.get("groups", [{}] * len(models))
+        groups = [prepared.groups for prepared in self.prepared for _ in prepared.models]
         first = 0  # the index of the model's first optimizer
-        for index, (prepared, its) in enumerate(zip(self.prepared, held, strict=True)):
-            check_held(its, prepared.groups, where)
+        for index, (one, own_groups, its) in enumerate(zip(models, groups, held, strict=True)):
+            check_held(its, own_groups, where)
             if its:
-                for number, names in enumerate(prepared.stepped_names, first):
+                for number, names in enumerate(one.stepped_names, first):
                     state = trees["optimizer"][number]
                     trees["optimizer"][number] = state_of_member(its, rank, state, names)
                 own = values_of_member(its, rank, _of_model(model, index))
                 model = {**model, **{_prefix(index) + name: value for name, value in own.items()}}
-            first += len(prepared.optimizers)
+            first += len(one.optimizers)
         return model
 
     def _put_back(self, model: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
@@ -316,14 +330,14 @@ class TrainingState:
             for prepared in self.prepared:  # a registered object may load an optimizer too
                 loads.enter_context(prepared.loading())
             optimizers, schedulers = iter(trees["optimizer"]), iter(state["schedulers"])
-            for index, prepared in enumerate(self.prepared):
+            for index, (prepared, each) in enumerate(self._each()):
                 if prepared.steps_elsewhere and "held" in state:
-                    _load_beside(prepared, _of_model(model, index))
+                    _load_beside(prepared, each, _of_model(model, index))
                     load: Callable[[torch.optim.Optimizer, Any], None] = _load_settings
                 else:
-                    prepared.module.load_state_dict(_of_model(model, index))
+                    each.module.load_state_dict(_of_model(model, index))
                     load = _load_state
-                for optimizer in prepared.optimizers:
+                for optimizer in each.optimizers:
                     load(optimizer, next(optimizers))
                     put_back_states(optimizer, next(schedulers))
             for name, saved in state["registered"].items():
@@ -346,7 +360,7 @@ class TrainingState:
             of_calls = list(state.get("schedules", ()))
             for number, schedule in enumerate(self.schedules):
                 schedule.loaded(of_calls[number] if number < len(of_calls) else None)
-        for number, prepared in enumerate(self.prepared):
+        for number, prepared in enumerate(self.prepared if self._counts_each else ()):
             own = [each for each in self.schedules if _is_of(each, prepared)]
             if saved:
                 theirs = [each for each in saved if each["model"] == number]
@@ -399,7 +413,11 @@ class TrainingState:
         state = {
             **self._own_state(),
             "held": "all",
-            "reducers": [prepared.reducer.member_state() for prepared in self.prepared],
+            "reducers": [
+                each
+                for prepared in self.prepared
+                for each in prepared.of_each(prepared.reducer.member_state())
+            ],
             "samplers": [
                 sampler.lockstep_state()
                 if fixed and isinstance(sampler, DealtSampler)
@@ -413,14 +431,14 @@ class TrainingState:
     def _pack(self, state: dict[str, Any]) -> bytes:
         optimizers: list[Any] = []
         model: dict[str, Any] = {}
-        for index, prepared in enumerate(self.prepared):
+        for index, (prepared, each) in enumerate(self._each()):
             if prepared.steps_elsewhere:
-                held = _beside(prepared)
-                kept: Iterable[Any] = map(_settings_of, prepared.optimizers)
+                held = _beside(prepared, each)
+                kept: Iterable[Any] = map(_settings_of, each.optimizers)
                 state["held"] = "beside"
             else:
-                held = prepared.module.state_dict()
-                kept = (optimizer.state_dict() for optimizer in prepared.optimizers)
+                held = each.module.state_dict()
+                kept = (optimizer.state_dict() for optimizer in each.optimizers)
             model |= {_prefix(index) + name: value for name, value in held.items()}
             optimizers += kept
         return pack(model=model, trees={"optimizer": optimizers, "state": state})
@@ -434,7 +452,7 @@ class TrainingState:
             {
                 **self._own_state(),
                 "held": "all",
-                "reducers": [None] * len(self.prepared),
+                "reducers": [None] * len(self.models),
                 "samplers": [None] * len(self.samplers),
             }
         )
@@ -472,7 +490,7 @@ class TrainingState:
         try:
             self._check(model, trees, where, "session.resume")
             state = trees["state"]
-            if self._positions(trees, where) != list(range(len(self.prepared))):
+            if self._positions(trees, where) != list(range(len(self.models))):
                 raise CheckpointError(
                     f"{where}: its models were prepared in another order than this worker's"
                 )
@@ -483,14 +501,15 @@ class TrainingState:
                     sampler.check_deal_state(saved)
             if type(state["iteration"]) is not int or state["iteration"] < 0:
                 raise CheckpointError(f"{where}: its iteration is {state['iteration']!r}")
-            for prepared, saved in zip(self.prepared, state["reducers"], strict=True):
-                prepared.reducer.check_member_state(saved)
+            for prepared, its in self._of_prepared(state["reducers"]):
+                for saved in its:
+                    prepared.reducer.check_member_state(saved)
             check_random_state(state["random"])
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise CheckpointError(f"{where}: not what this Atoll sends: {error!r}") from None
         self._put_back(model, trees)
-        for prepared, saved in zip(self.prepared, state["reducers"], strict=True):
-            prepared.reducer.load_member_state(saved)
+        for prepared, its in self._of_prepared(state["reducers"]):
+            prepared.load_member(its)
         for sampler, saved in zip(self.samplers, state["samplers"], strict=True):
             if fixed and not isinstance(sampler, LeasedSampler):
                 sampler.return_to(saved)
@@ -529,25 +548,38 @@ class TrainingState:
         places = [each for _, each in everyone]
         by_sampler = zip(*places, strict=True)
         return {
-            "reducers": [prepared.reducer.state_dict() for prepared in self.prepared],
+            "reducers": [
+                each for prepared in self.prepared for each in prepared.of_each(prepared.reducer.state_dict())
+            ],
             "samplers": [s.state_dict(list(p)) for s, p in zip(self.samplers, by_sampler, strict=True)],
             "random": workers.gather(random_state(self._device), "session.save (the workers' random state)"),
         }
 
+    def _each(self) -> list[tuple[Prepared, ScriptModel]]:
+        """Return each of the script's models after the prepared one of which it is a part."""
+        return [(prepared, model) for prepared in self.prepared for model in prepared.models]
+
+    def _of_prepared(self, saved: Sequence[Any]) -> Iterator[tuple[Prepared, list[Any]]]:
+        """Yield each prepared model with its part of what was saved for each of the script's models."""
+        rest = iter(saved)
+        for prepared in self.prepared:
+            yield prepared, list(itertools.islice(rest, len(prepared.models)))
+
     def _own_state(self) -> dict[str, Any]:
         """Return the entries of a checkpoint that are equal on every worker."""
+        consumed = [prepared.reducer.consumed for prepared in self.prepared]
         return {
             "iteration": self.iteration,
             "workers": self.world,
-            "models": [msgspec.to_builtins(prepared.origin) for prepared in self.prepared],
+            "models": [msgspec.to_builtins(model.origin) for model in self.models],
             "optimizers": [type(optimizer).__name__ for optimizer in self.optimizers],
             "schedulers": [states_of(optimizer) for optimizer in self.optimizers],
-            "consumed": [prepared.reducer.consumed for prepared in self.prepared],
+            **({"consumed": consumed} if self._counts_each else {}),
             "schedules": [
                 {**schedule.state(), "model": number}
                 for schedule in self.schedules
-                for number, prepared in enumerate(self.prepared)
-                if _is_of(schedule, prepared)
+                for number, model in enumerate(self.models)
+                if _is_of(schedule, model)
             ],
             "registered": {name: state_of(name, stateful) for name, stateful in self.registered.items()},
         }
@@ -555,8 +587,8 @@ class TrainingState:
     def _models(self) -> dict[str, Any]:
         return {
             _prefix(index) + name: value
-            for index, prepared in enumerate(self.prepared)
-            for name, value in prepared.module.state_dict().items()
+            for index, model in enumerate(self.models)
+            for name, value in model.module.state_dict().items()
         }
 
     def _check(
@@ -565,14 +597,14 @@ class TrainingState:
         """Raise CheckpointError for the first part that does not fit this session. `call` names the reading
         call."""
         state = trees["state"]
-        if len(state["reducers"]) != len(self.prepared):
+        if len(state["reducers"]) != len(self.models):
             raise CheckpointError(
                 f"{where}: holds {len(state['reducers'])} models, and the session has prepared "
-                f"{len(self.prepared)}"
+                f"{len(self.models)}"
             )
-        for index, prepared in enumerate(self.prepared):
+        for index, (prepared, each) in enumerate(self._each()):
             beside = prepared.steps_elsewhere and "held" in state
-            present = _beside(prepared) if beside else prepared.module.state_dict()
+            present = _beside(prepared, each) if beside else each.module.state_dict()
             _check_model(present, _of_model(model, index), where)
         saved, own = state["optimizers"], [type(optimizer).__name__ for optimizer in self.optimizers]
         if saved != own:
@@ -581,11 +613,10 @@ class TrainingState:
                 f"{' and '.join(own)}; make the same optimizers, in the same order, or load "
                 "model.safetensors alone"
             )
-        sets = [each for prepared in self.prepared for each in prepared.sets]
-        for index, each in enumerate(sets):
-            shaped = not each.unit.by_tensor
-            _check_optimizer(each.optimizer, trees["optimizer"][index], where, shaped=shaped)
-            check_states(each.optimizer, state["schedulers"][index], where, call)
+        for index, of in enumerate(of for model in self.models for of in model.sets):
+            shaped = not of.unit.by_tensor
+            _check_optimizer(of.optimizer, trees["optimizer"][index], where, shaped=shaped)
+            check_states(of.optimizer, state["schedulers"][index], where, call)
         if len(state["samplers"]) != len(self.samplers):
             raise CheckpointError(
                 f"{where}: holds the state of {len(state['samplers'])} samplers, and the session has made "
@@ -661,7 +692,7 @@ def _buffers_of(models: Sequence[Prepared]) -> dict[str, Tensor]:
     }
 
 
-def _are_alike(one: Prepared, other: Prepared) -> bool:
+def _are_alike(one: ScriptModel, other: ScriptModel) -> bool:
     """True if two of the session's models could load each other's values."""
     shapes = [{n: tuple(p.shape) for n, p in each.parameters.items()} for each in (one, other)]
     kinds = [[type(optimizer) for optimizer in each.optimizers] for each in (one, other)]
@@ -673,17 +704,18 @@ def _lies_elsewhere(module: nn.Module) -> bool:
     return any(hasattr(parameter, "stored_value") for parameter in module.parameters())
 
 
-def _is_of(schedule: SampleSchedule, prepared: Prepared) -> bool:
-    return any(schedule.optimizer is optimizer for optimizer in prepared.optimizers)
+def _is_of(schedule: SampleSchedule, model: Prepared | ScriptModel) -> bool:
+    return any(schedule.optimizer is optimizer for optimizer in model.optimizers)
 
 
-def _beside(prepared: Prepared) -> dict[str, Any]:
-    """Return the part of a model trained elsewhere that stays on this worker: the other parameters and the
-    buffers."""
+def _beside(prepared: Prepared, model: ScriptModel) -> dict[str, Any]:
+    """Return the part of a `model` trained elsewhere, as `prepared`, that stays on this worker: the other
+    parameters and the buffers."""
+    brought = {prepared.parameters[name] for name in prepared.brought}
     held: dict[str, Any] = {
-        name: parameter for name, parameter in prepared.parameters.items() if name not in prepared.brought
+        name: parameter for name, parameter in model.parameters.items() if parameter not in brought
     }
-    for path, part in prepared.module.named_modules():
+    for path, part in model.module.named_modules():
         for name, buffer in own_buffers(part).items():
             if buffer is not None and is_persistent(part, name):
                 held[f"{path}.{name}" if path else name] = buffer
@@ -691,9 +723,9 @@ def _beside(prepared: Prepared) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _load_beside(prepared: Prepared, held: Mapping[str, Any]) -> None:
+def _load_beside(prepared: Prepared, model: ScriptModel, held: Mapping[str, Any]) -> None:
     """Load a state that `_beside` returned."""
-    for name, value in _beside(prepared).items():
+    for name, value in _beside(prepared, model).items():
         value.copy_(held[name])
 
 

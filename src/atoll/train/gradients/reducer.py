@@ -8,7 +8,7 @@ docs/architecture.md, "The gradient".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -73,6 +73,7 @@ class Calls:
         arm: called as gradients come, so that `reduce` runs when their backward ends.
         contribution: returns this worker's contribution, given whether it has gradients; called once for each
             reduction.
+        whole: returns that contribution, of the same weight, once all gradients of the iteration have come.
         committed: called with this worker's contribution and the group's number of samples when the iteration
             is whole; returns the number to count, 0 for samples that the same step has counted before.
         leaving: called before gradients leave.
@@ -95,6 +96,7 @@ class Calls:
     contribution: Callable[[bool], ContributionWeight]
     committed: Callable[[ContributionWeight, float], float]
     leaving: Callable[[], None]
+    whole: Callable[[ContributionWeight], ContributionWeight] = lambda own: own
     dropped: Callable[[], None] = lambda: None
     edited: Callable[[], None] = lambda: None
     reduce: Callable[[Reducer], None] = lambda reducer: reducer.reduce()
@@ -229,7 +231,7 @@ class Reducer:
     def reduce(self) -> None:
         """Make the iteration whole: its last backward has ended."""
         self.sum.admit()
-        own = self.contribute()
+        own = self._calls.whole(self.contribute())
         self._is_whole(own, self.sum.reduce(own))
 
     def _is_whole(self, own: ContributionWeight, of_group: ContributionWeight) -> None:
@@ -335,8 +337,8 @@ class Reducer:
     def refuse(self) -> None:
         """Leave this iteration out, by the policy on NaN and infinities."""
 
-    def before_use(self, *_: object) -> None:
-        """Prepare for a use of the model's parameters."""
+    def before_use(self, of: Collection[int] | None = None, *_: object) -> None:
+        """Prepare for a use of the model's parameters in the chunks `of`; None: in all."""
 
     def clip(self, by: Clipping) -> Tensor:
         """Clip this iteration's gradients, wherever the mean is; return the norm before."""

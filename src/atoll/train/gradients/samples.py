@@ -24,12 +24,30 @@ class ContributionWeight(msgspec.Struct, frozen=True, gc=False):
         samples: the number of samples for the records.
         basis: how certain `weight` is (core/weighing.py).
         alike: the weight if all workers count alike: the number of workers behind the contribution.
+        by_optimizer: for each optimizer the weight and the samples of its model, if several models train
+            together; else empty.
+        ends: False if a pass of the script's loop over several models goes on with the next iteration.
     """
 
     weight: float
     samples: float
     basis: str = KNOWN
     alike: float = 1.0
+    by_optimizer: tuple[tuple[float, float], ...] = ()
+    ends: bool = True
+
+    @property
+    def weights(self) -> list[float]:
+        """For each optimizer the weight of its gradients; empty if none differs from `weight`."""
+        weights = [weight for weight, _ in self.by_optimizer]
+        return weights if any(each != self.weight for each in weights) else []
+
+    def of(self, optimizer: int) -> ContributionWeight:
+        """Return the contribution to the mean of the gradients that one optimizer steps, by its place."""
+        if not self.by_optimizer:
+            return self
+        weight, samples = self.by_optimizer[optimizer]
+        return ContributionWeight(weight, samples, self.basis, self.alike)
 
     @property
     def counts_alike(self) -> float:
@@ -139,9 +157,22 @@ class SampleCount:
     def _weighs(self, weight: float) -> None:
         self.latest = 0.0 if self._more.repeats else weight
 
+    @property
+    def known(self) -> float:
+        """The weight that was counted or given; 0: neither."""
+        return (self._counted if self._given is None else self._given) or 0.0
+
+    @property
+    def is_used(self) -> bool:
+        """True if a reduction has used what is known."""
+        return self._used
+
     def contribution(self, has_gradient: bool) -> ContributionWeight:
-        """Return this worker's contribution. Without known samples it weighs 1 if `has_gradient`, else 0."""
-        if self._more.repeats:
+        """Return this worker's contribution. Without known samples it weighs 1 if `has_gradient`, else 0.
+
+        Samples that a reduction has used are those of a gradient alone: without one there is no batch.
+        """
+        if self._more.repeats or (self._used and not has_gradient):
             return ContributionWeight(0.0, 0.0)
         known = self._counted if self._given is None else self._given
         basis = KNOWN if self._given is not None else NONE if self._counted is None else self._basis

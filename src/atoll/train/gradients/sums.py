@@ -8,11 +8,11 @@ docs/architecture.md, "The gradient".
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from atoll.core.stands import Stand
@@ -83,6 +83,22 @@ class OwnGradients:
         """Let go of the model."""
 
 
+def gradient_nodes(parameters: Iterable[nn.Parameter]) -> list[Any]:
+    """Return the node of each parameter that accumulates its gradient."""
+    return [get_gradient_edge(parameter).node for parameter in parameters]
+
+
+def will_accumulate(nodes: Iterable[Any]) -> bool:
+    """True within a backward in which one of these nodes accumulates a gradient."""
+    try:
+        for node in nodes:  # nearly always the first
+            if will_run(node):
+                return True
+    except RuntimeError:  # torch raises it for a parameter that was given to torch.autograd.grad
+        pass
+    return False
+
+
 class GroupSum:
     """The gradients of one model's trainable chunks, on their way to the sum over a group.
 
@@ -100,19 +116,13 @@ class GroupSum:
     def __init__(self, owner: SummedReducer, chunks: Sequence[BoundChunk]) -> None:
         self._owner, self._chunks = owner, list(chunks)
         self._parameters = [parameter for bound in chunks for parameter in bound.parameters]
-        self._accumulators = [get_gradient_edge(parameter).node for parameter in self._parameters]
+        self._accumulators = gradient_nodes(self._parameters)
         self.gradients = OwnGradients()
 
     def accumulates(self) -> bool:
         """True within a backward that will leave gradients in these parameters; torch.autograd.grad leaves
         none."""
-        try:
-            for node in self._accumulators:  # nearly always the first
-                if will_run(node):
-                    return True
-        except RuntimeError:  # torch raises it for a parameter that was given to torch.autograd.grad
-            pass
-        return False
+        return will_accumulate(self._accumulators)
 
     def close(self) -> None:
         """Let go of the model."""

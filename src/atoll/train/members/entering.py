@@ -72,6 +72,7 @@ class ServedEntrance:
         attendance: this worker's view of the run.
         workers: the calls that all workers make.
         state: the state of training.
+        compare: compares the models with those of the run, before this worker takes part.
         entered: fetches the parameters once this worker takes part, and returns the worker's next iteration.
         told_members: called with the number of living workers.
         elastic: True if all workers make the same iterations (`bsp`, without sites); then data is dealt anew
@@ -87,6 +88,7 @@ class ServedEntrance:
         attendance: Attendance,
         workers: Workers,
         state: TrainingState,
+        compare: Callable[[], None],
         entered: Callable[[], int],
         told_members: Callable[[int], None],
         elastic: bool,
@@ -96,7 +98,8 @@ class ServedEntrance:
         self._told_unlike = told_unlike
         self._shards, self._attendance, self._state = shards, attendance, state
         self._workers = workers
-        self._entered, self._told_members, self._elastic = entered, told_members, elastic
+        self._compare, self._entered = compare, entered
+        self._told_members, self._elastic = told_members, elastic
         self._fixed = fixed
         self._worker = attendance.place.rank
         self._members: list[int] = []  # the members' ranks in order; empty while unknown
@@ -125,6 +128,7 @@ class ServedEntrance:
 
     def enter(self) -> bool:
         shards = self._shards
+        self._compare()
         shards.send(LOG, Arrive(incarnation=shards.incarnation), until=ENTERING)
         reach("enter.arrived")
         iteration = self._entered()

@@ -121,19 +121,20 @@ class Answers:
         """True if chunks are asked for, and taken, one by one."""
         return self._asking is not None
 
-    def in_turn(self) -> list[BoundChunk]:
-        """Return the chunks in the order in which they are asked for, which is equal on all members of a
-        group."""
-        return [self._chunks[each] for each in in_turn(self._chunks, self._connection.shard_of)]
+    def in_turn(self, of: Collection[int] | None = None) -> list[BoundChunk]:
+        """Return the chunks `of` (None: all) in the order in which they are asked for, which is equal on all
+        members of a group."""
+        chunks = self._chunks if of is None else [each for each in self._chunks if each in of]
+        return [self._chunks[each] for each in in_turn(chunks, self._connection.shard_of)]
 
     @abstractmethod
     def what(self) -> str:
         """Return the awaited answers, in words."""
 
-    def begin(self) -> None:
-        """Ask for the first chunks, if they are asked for one by one."""
+    def begin(self, of: Collection[int] | None = None) -> None:
+        """Ask for the first of the chunks `of` (None: of all), if they are asked for one by one."""
         if self._asking is not None:
-            self._asking.begin(self._chunks)
+            self._asking.begin(bound.chunk.id for bound in self.in_turn(of))
 
     def stop(self) -> None:
         """Ask for no chunk any more."""
@@ -287,6 +288,8 @@ class NewParameters(Answers):
         self._store, self._of_group, self._told_lost, self._told_consumed = store, of_group, lost, consumed
         self._keeps_graphs, self.takes_changes = keeps_graphs, takes_changes
         self._of: Collection[int] | None = None  # the chunks that the script's own step is of; None: all
+        self._stale: set[int] = set()  # chunks that were left alone, if they are taken one by one
+        self._latest = 0  # the clock of the latest pull
         self._publishing = False  # True while the script waits for the parameters
         self._begun = False  # True while some values are written, and not all
         self._drops = False  # True while answers equal the present parameters
@@ -333,6 +336,7 @@ class NewParameters(Answers):
         self._staged.clear()
         self.consumed, self._newest = 0.0, False
         self._asked, self._share, self._until = clock, share, (contribution, STEP)
+        self._latest = clock
 
     def _pull(self, chunks: Sequence[int]) -> Pull:
         assert self._asked is not None
@@ -361,13 +365,19 @@ class NewParameters(Answers):
             return
         self._begin_values()
         if self.by_chunk:
-            self.begin()
-            for bound in self.in_turn():
-                self.become(bound, self.next(bound.chunk.id, self.what))
+            of = self._of if self._keeps_graphs and self.steps else None
+            self._publish_in_turn(of)
+            self._stale = set() if of is None else (self._stale | set(self._chunks)).difference(of)
         else:
             self._publish_as_they_come()
         self.discarded()
         self._end_values()
+
+    def _publish_in_turn(self, of: Collection[int] | None) -> None:
+        """Take the chunks `of` (None: all), one by one, and leave the others alone."""
+        self.begin(of)
+        for bound in self.in_turn(of):
+            self.become(bound, self.next(bound.chunk.id, self.what))
 
     def _publish_as_they_come(self) -> None:
         self._publishing = True
@@ -391,9 +401,18 @@ class NewParameters(Answers):
             present = [False] * len(present)
         self._store.write_values(bound, values, present)
 
-    def show_rest(self) -> None:
-        """Show the latest values of parameters that had no gradient in the latest step."""
-        self._store.write_rest()
+    def show_rest(self, of: Collection[int] | None = None) -> None:
+        """Show the latest values of parameters that had no gradient in the latest step, in the chunks `of`;
+        None: in all."""
+        due = self._stale if of is None else self._stale.intersection(of)
+        if due:
+            self.expect(self._latest)
+            self._begin_values()
+            self._publish_in_turn(due)
+            self._stale = self._stale.difference(due)
+            self.discarded()
+            self._end_values()
+        self._store.write_rest(of)
 
     def adopt(self, values: Mapping[int, Tensor]) -> None:
         """Write `values`, 1-D, by chunk, of all chunks that were not written yet, and end the wait for the

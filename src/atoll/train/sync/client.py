@@ -59,6 +59,8 @@ class Outgoing:
         more: True if one of the contributor's workers has a further batch of its own data.
         begun_in: the ring's generation in which the exchange began; -1: it has not begun.
         sent_in: the ring's generation in which this member sent its part; -1: in none.
+        weights: for each optimizer the weight of its gradients; empty if none differs from that of `own`.
+        ends: under bsp, True if newcomers may enter with the next iteration.
     """
 
     iteration: int
@@ -76,6 +78,8 @@ class Outgoing:
     more: bool = False
     begun_in: int = -1
     sent_in: int = -1
+    weights: list[float] = field(default_factory=list)
+    ends: bool = True
 
 
 class ServerClient:
@@ -223,6 +227,8 @@ class ServerClient:
                 more=out.more,
                 speeds=out.speeds,
                 optimizer=out.optimizer,
+                weights=out.weights,
+                ends=out.ends,
                 stand=self._stand(out.iteration) if out.waits else None,
             ),
             until=until,

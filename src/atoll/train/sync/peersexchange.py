@@ -12,7 +12,7 @@ Source: docs/peers.md, "What a step does".
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -193,7 +193,7 @@ class PeerExchange(Reducer):
 
     # An iteration
 
-    def before_use(self, *_: object) -> None:
+    def before_use(self, of: Collection[int] | None = None, *_: object) -> None:  # noqa: ARG002
         self._come_back()
 
     def _come_back(self) -> None:

@@ -142,6 +142,7 @@ class LentPeers:
     """Strategy `peers` for a model that is trained in tiers; `make` makes the model."""
 
     brings_parameters = brings_frozen = True
+    trains_as_one = False  # a session has one model
     collective = shares_buffers = False
 
     def __init__(self, peers: Peers, make: Callable[[Training], LentPeerModel]) -> None:

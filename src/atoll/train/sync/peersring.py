@@ -8,7 +8,7 @@ back when all devices have copied it. Source: docs/peers.md, "Several devices a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import msgspec
@@ -56,11 +56,11 @@ class DevicesExchange(PeerExchange):
         self._ring, self._keeps_own = ring, keeps_own
         self._seconds = 0.0  # seconds that this device has computed for the iteration
 
-    def before_use(self, *arguments: object) -> None:
+    def before_use(self, of: Collection[int] | None = None, *arguments: object) -> None:
         """Act before a forward that trains, which all devices make. Any other forward may be this device's
         alone."""
         if torch.is_grad_enabled():
-            super().before_use(*arguments)
+            super().before_use(of, *arguments)
 
     def _say(self) -> bytes:
         return msgspec.msgpack.encode(self._seconds)

@@ -329,7 +329,7 @@ class Replicated:
     """
 
     collective = skips_together = shares_buffers = False
-    brings_parameters = brings_frozen = False
+    brings_parameters = brings_frozen = trains_as_one = False
 
     def __init__(
         self,

@@ -17,6 +17,8 @@ class AtShards(Protocol):
 
     def arrive(self, what: str) -> None: ...
 
+    def compare(self) -> None: ...
+
     def fetch_parameters(self) -> None: ...
 
 
@@ -54,6 +56,11 @@ class ServedModels:
         """Bring the present models and optimizers to the shards."""
         for model in self._models:
             model.set_up()
+
+    def compare(self) -> None:
+        """Compare the models with those at the shards, before this worker enters a run under way."""
+        for model in self._models:
+            model.compare()
 
     def entered(self) -> int:
         """Take the newest parameters, as this worker enters the run; return the iteration that it makes

@@ -51,7 +51,8 @@ def staging_bytes(chunks: list[int], *, of_group: bool) -> int:
 class ServedInTiers:
     """The strategy `Served` for a model in tiers."""
 
-    brings_parameters, brings_frozen, shares_buffers = True, False, False
+    brings_parameters = trains_as_one = True
+    brings_frozen = shares_buffers = False
 
     def __init__(self, served: Served, tiers: Fits) -> None:
         self._served, self._tiers = served, tiers

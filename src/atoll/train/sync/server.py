@@ -198,7 +198,7 @@ class Server(Reducer):
             self.group.begin(self._speed)
         super().reduce()
 
-    def before_use(self, *_: object) -> None:
+    def before_use(self, of: Collection[int] | None = None, *_: object) -> None:
         """Show parameters that come late: those that the last step requested, under `sync.lazy`, and those
         that had no gradient in that step.
 
@@ -206,7 +206,7 @@ class Server(Reducer):
         """
         if self.group is None:
             self.parameters.publish()
-        self.parameters.show_rest()
+        self.parameters.show_rest(of)
 
     def before_state(self) -> None:
         """Publish parameters before the optimizer's state is asked for, so that it includes the last step."""
@@ -430,14 +430,14 @@ class MeanExchange(Server):
     def _is_whole(self, own: ContributionWeight, of_group: ContributionWeight) -> None:
         if self.group is not None:
             self.group.whole()
-        self._committed, told = self.steps, self._calls.more
-        more = told.has_more if self.group is None else bool(told.answer)
+        self._committed, own_data = self.steps, self._calls.more
+        more = own_data.has_more if self.group is None else bool(own_data.answer)
+        weights = own.weights if self.group is None else self.group.weights_of(of_group)
+        told: dict[str, Any] = {"more": more, "weights": weights, "ends": own.ends}
         if self.sum.has_sent:
-            out = Outgoing(
-                self.steps, own, {}, {}, used=self.connection.used(), more=more, speeds=self._speed
-            )
+            out = Outgoing(self.steps, own, {}, {}, used=self.connection.used(), speeds=self._speed, **told)
         else:
-            out = self._contribution(of_group, None, more=more)
+            out = self._contribution(of_group, None, **told)
         what = f"the mean of iteration {self.steps} over all groups"
         with self._timed():
             answer, values = self.uplink.round(what, lambda: self._exchange(out, what), self.steps)
@@ -629,7 +629,8 @@ class ValuesExchange(Server):
         self._calls.leaving()
         if self._client.counted is not None:
             self.connection.members.told(self._client.counted)
-        own = self._weighed if accepted else ContributionWeight(0.0, self._weighed.samples)
+        own = self._weighed.of(turn.optimizer)
+        own = own if accepted else ContributionWeight(0.0, own.samples)
         if turn.follows:
             own = msgspec.structs.replace(own, samples=0.0)  # they are counted already
         how = {"hyperparameters": hyperparameters, "optimizer": turn.optimizer, "of": turn.chunks}

@@ -105,6 +105,8 @@ def serve_group(
         pipeline: the configuration's sync.pipeline.
     """
     ring, feedback = together.ring, feedback_of(chunks, connection)
+    whole = calls.whole
+    calls = replace(calls, whole=lambda own: together.weighs(whole(own)))
     carry = partial(RingBuckets, least=message_bytes)
     over_ring = partial(
         RingSum,

@@ -8,7 +8,7 @@ it, and asks it for the script's changes.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Protocol, TypeAlias
 
@@ -122,8 +122,8 @@ class Store(Protocol):
         new values.
         """
 
-    def write_rest(self) -> None:
-        """Give parameters that have kept former values the latest ones."""
+    def write_rest(self, of: Collection[int] | None = None) -> None:
+        """Give parameters that have kept former values the latest ones, in the chunks `of`; None: in all."""
 
     def end_values(self, *, stepped: bool) -> None:
         """Note that all values have come. `stepped`: they follow from a step of the script's."""
@@ -313,12 +313,11 @@ class Resident:
             torch.autograd.graph.increment_version(changed)
 
     @torch.no_grad()
-    def write_rest(self) -> None:
-        rest, self._rest = self._rest, {}
-        for bound in self._bounds if rest else ():
-            if bound.chunk.id not in rest:
+    def write_rest(self, of: Collection[int] | None = None) -> None:
+        for bound in self._bounds if self._rest else ():
+            if bound.chunk.id not in self._rest or (of is not None and bound.chunk.id not in of):
                 continue
-            values, present = rest[bound.chunk.id]
+            values, present = self._rest.pop(bound.chunk.id)
             changed = self._comparing[bound.chunk.id].between(self._written[bound.chunk.id], values)
             self._written[bound.chunk.id] = values
             for run in _runs_without(present, bound):  # the script may have changed the others for a while
@@ -498,7 +497,7 @@ class InTiers:
         self._held().write_values(bound.chunk, bound.parameters, values)
         self._checksums[bound.chunk.id] = _checksums(bound, values)
 
-    def write_rest(self) -> None:
+    def write_rest(self, of: Collection[int] | None = None) -> None:
         """Do nothing: all values are written at once."""
 
     def end_values(self, *, stepped: bool) -> None:

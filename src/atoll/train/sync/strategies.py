@@ -166,6 +166,7 @@ class Strategy(Protocol):
         brings_parameters: True if `build` gives every worker the trained parameters of worker 0.
         brings_frozen: True if `build` also gives a worker that comes late the frozen parameters.
         shares_buffers: True if all workers have the first one's buffers after each iteration.
+        trains_as_one: True if all models of a session train as one, since those who step hold one model.
     """
 
     collective: bool
@@ -173,6 +174,7 @@ class Strategy(Protocol):
     brings_parameters: bool
     brings_frozen: bool
     shares_buffers: bool
+    trains_as_one: bool
 
     def build(self, training: Training) -> tuple[Reducer, Stepper]:
         """Return the model's reducer and stepper."""
@@ -194,7 +196,7 @@ class Alone:
     """The strategy of a worker alone: nothing is reduced, so no gradient is copied into a chunk either."""
 
     collective = skips_together = shares_buffers = True
-    brings_parameters = brings_frozen = False
+    brings_parameters = brings_frozen = trains_as_one = False
 
     def build(self, training: Training) -> tuple[Reducer, Stepper]:
         chunks = training.chunks
@@ -217,7 +219,7 @@ class OverRing:
     """The strategy over a ring, which reduces gradients; every worker steps all chunks."""
 
     collective = skips_together = shares_buffers = True
-    brings_parameters = brings_frozen = False
+    brings_parameters = brings_frozen = trains_as_one = False
 
     def __init__(self, ring: AnyRing) -> None:
         self._ring = ring
@@ -252,7 +254,8 @@ MakeExchange: TypeAlias = Callable[[Training, Connection, Holder | None], Server
 class Served:
     """The strategy with a parameter server, whose shards combine gradients and make the steps."""
 
-    brings_parameters, brings_frozen, shares_buffers = True, False, False
+    brings_parameters = trains_as_one = True
+    brings_frozen = shares_buffers = False
 
     def __init__(
         self,
@@ -439,6 +442,8 @@ class ServedModel:
         To a site's shard, each worker describes the model.
         """
         self.set_ups += 1
+        if self._is_late():
+            return
         self._describe()
         self._begin()
         self.exchange.at_shards = True
@@ -451,6 +456,8 @@ class ServedModel:
         UserError on all workers if the shards refuse the model.
         """
         self.set_ups += 1
+        if self._is_late():
+            return
         bringer, there = -1, list[int]()
         while bringer not in there:
             bringer = self._workers.ranks[0]
@@ -472,6 +479,17 @@ class ServedModel:
         # Under ssp and asp others would step while this worker fetches its parameters:
         self._workers.gather("", "the changed model, on all workers")
         self.exchange.at_shards = True
+
+    def compare(self) -> None:
+        """Compare this worker's model with the one at the shards, before the worker enters a run under
+        way."""
+        self._await_ready()
+        self.exchange.at_shards = True
+
+    def _is_late(self) -> bool:
+        """Return True if this worker has not entered a run under way: `compare` follows, once its script has
+        prepared all models."""
+        return self._workers.late and not self._service.site
 
     def _describe(self) -> None:
         """Describe the model to the shards, and bring its values, if this worker is the one that does."""

@@ -6,13 +6,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import msgspec
+import numpy
 
 from atoll.core.decoding import from_msgpack
+from atoll.core.errors import UserError
 from atoll.core.scriptline import waiting_line
 from atoll.core.stands import gradients
+from atoll.train.gradients.samples import ContributionWeight
 from atoll.train.group.ringbytes import gather_bytes
 from atoll.train.group.rounds import Ring
 from atoll.wire.messages import Committed, Speeds, Used
+
+_NOTHING = ContributionWeight(0.0, 0.0)
+_UNLIKE = (
+    "the members of a group weigh the session's models in unlike proportions, and sum them by one weight of "
+    "each member: give all models batches in one proportion on every worker, call session.weight(1, model) "
+    "for each of them before each backward, or set run.strategy to server"
+)
 
 
 class Together:
@@ -52,6 +62,8 @@ class Together:
         self._own_used: list[Used] = []
         self._own_speed: Speeds = {}
         self._speeds: list[Speeds] = []  # what the members reported in the latest round
+        self._own = _NOTHING  # this member's contribution
+        self._everyones_shares: list[list[float]] = []  # of the members that weigh, in the latest round
         self._waits = False  # True while this member waits in a meeting for others of its group
 
     def begin(self, speed: Speeds) -> None:
@@ -61,11 +73,16 @@ class Together:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Return a context in which this member only waits, and uses no data."""
-        self._waits, self._own_used, self._own_speed = True, [], {}
+        self._waits, self._own_used, self._own_speed, self._own = True, [], {}, _NOTHING
         try:
             yield
         finally:
             self._waits = False
+
+    def weighs(self, own: ContributionWeight) -> ContributionWeight:
+        """Take this member's contribution, and return it."""
+        self._own = own
+        return own
 
     def tell_used(self, iteration: int) -> None:
         """Exchange the data that members have used, their speeds, and which members only wait.
@@ -75,18 +92,39 @@ class Together:
         """
         parts = gather_bytes(
             self.ring.agreement,
-            msgspec.msgpack.encode((self._own_used, self._own_speed, self._waits)),
+            msgspec.msgpack.encode((self._own_used, self._own_speed, self._waits, self._shares)),
             f"the samples that the members used in iteration {iteration}",
         )
-        said = [from_msgpack(part, tuple[list[Used], Speeds, bool]) for part in parts]
-        self._everyones = [used for each, _, _ in said for used in each]
-        self._speeds = [speeds for _, speeds, _ in said]
+        said = [from_msgpack(part, tuple[list[Used], Speeds, bool, list[float]]) for part in parts]
+        self._everyones = [used for each, _, _, _ in said for used in each]
+        self._speeds = [speeds for _, speeds, _, _ in said]
         place = self.ring.place
-        self.able = [place.name_of(rank) for rank, (_, _, waits) in enumerate(said) if not waits]
+        self.able = [place.name_of(rank) for rank, (_, _, waits, _) in enumerate(said) if not waits]
+        self._everyones_shares = [shares for _, _, _, shares in said if shares]
 
     def whole(self) -> None:
         """Take the members' reports as final: the round is confirmed."""
         self._used += self._everyones
+
+    @property
+    def _shares(self) -> list[float]:
+        """For each optimizer, the part of this member's weight that its model's gradients have; empty for a
+        member without weight, and if there is one model."""
+        own = self._own
+        return [weight / own.weight for weight, _ in own.by_optimizer] if own.weight > 0 else []
+
+    def weights_of(self, of_group: ContributionWeight) -> list[float]:
+        """Return, for each optimizer, the weight of its gradients in the contribution `of_group`; empty if
+        none differs.
+
+        The ring sums by one weight of each member. So it makes the mean of each model if members weigh models
+        in one proportion. Raises UserError, on all of them, if they do not.
+        """
+        first, *others = self._everyones_shares or [[]]
+        for each in others:
+            if not numpy.allclose(first, each, rtol=1e-9):
+                raise UserError(_UNLIKE)
+        return [of_group.weight * share for share in first] if any(each != 1 for each in first) else []
 
     def take_used(self) -> list[Used]:
         """Return the data that all members have used, which the exchange reports from now on."""
