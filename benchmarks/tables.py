@@ -619,6 +619,26 @@ def muon(record: Record) -> str:
     return f"{ratios({**record, 'cases': beside})}\n\n{busiest}"
 
 
+def losstime(record: Record) -> str:
+    """Each way of training: the time to the loss with which DDP ends, and how its own runs end."""
+    heads = [
+        "trained by",
+        "to DDP's loss",
+        "part of DDP's time",
+        "rounds that came to it",
+        "all samples",
+        "held-out loss",
+    ]
+    return table(heads, [_losstime_row(case) for case in record["cases"]])
+
+
+def _losstime_row(case: Record) -> list[str]:
+    to_it = "" if case["seconds_to_loss"] is None else f"{case['seconds_to_loss']:.1f} s"
+    part = "" if case["of_ddp"] is None else f"{case['of_ddp']:.2f}"
+    reached = f"{case['reached']} of {case['rounds']}"
+    return [case["name"], to_it, part, reached, f"{case['seconds']:.1f} s", f"{case['held_out']:.3f}"]
+
+
 def tables(folder: Path) -> dict[str, str]:
     """Each benchmark's tables, with what ran it; those without results are left out."""
     shown = {}
@@ -639,6 +659,7 @@ def tables(folder: Path) -> dict[str, str]:
         "readiness": readiness,
         "journal": ratios,
         "stragglers": stragglers,
+        "losstime": losstime,
         "links": links,
         "udp": udp,
         "fec": fec,

@@ -82,6 +82,7 @@ ALLOWED = {
         "memory/plainstate.py: PlainState.leave: self._optimizer.state",
         "memory/segments.py: run_step: copy.state",
         "memory/sharing.py: Sharing._staged: stage.holds",
+        "server/logkeeper.py: LogKeeper.set_up: log.grouping",
         "server/logkeeper.py: LogKeeper.set_up: self.state.log",
         "server/model.py: Model._hold: optimizer.origins",
         "server/shard.py: Shard._see_to_links: self._hub.steps",
