@@ -30,7 +30,7 @@ from atoll.train.sync.client import Outgoing, ServerClient
 from atoll.train.sync.connection import Connection
 from atoll.train.sync.server import GroupValuesExchange
 from atoll.train.sync.together import Together
-from atoll.train.sync.uplink import Kind, Uplink
+from atoll.train.sync.uplink import Kind, Uplink, UplinkChoice
 from atoll.wire.messages import AnyMessage, Commit, Committed, LostBlocks, Push, run_of
 
 CHUNKS = (0, 1, 2)
@@ -120,7 +120,7 @@ class Grouped(Member):
         chunks, store = self.reducer._chunks, SimpleNamespace(window=None, begin_leaving=lambda: None)
         calls: Any = SimpleNamespace(leaving=lambda: None, epoch=lambda: -1)
         exchange.connection, exchange.feedback, exchange._store = connection, self.feedback, store
-        exchange.uplink = Uplink(self.kind, self.ring, chunks, self.feedback)
+        exchange.uplink = Uplink(UplinkChoice(self.kind, self.ring), self.ring, chunks, self.feedback)
         exchange.parameters, exchange._calls = self, calls
         exchange._client = ServerClient(
             chunks,

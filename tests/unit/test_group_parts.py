@@ -27,7 +27,7 @@ from atoll.train.members.logmeeting import LogMeeting
 from atoll.train.members.regrouping import GroupState, Leases
 from atoll.train.members.workers import Workers
 from atoll.train.sync.servedmodels import ServedModels
-from atoll.train.sync.uplink import Uplink, Wanted
+from atoll.train.sync.uplink import Uplink, UplinkChoice, Wanted
 from atoll.wire.messages import Leased, run_of
 
 SECONDS = 30.0
@@ -111,7 +111,7 @@ def chunks() -> list[Any]:
 
 def made(kind: Wanted, ring: Any) -> Uplink:
     """An uplink that spreads answers: it sends nothing."""
-    return Uplink(kind, ring, chunks(), Feedback((), {}, LinkOptions()))
+    return Uplink(UplinkChoice(kind, ring), ring, chunks(), Feedback((), {}, LinkOptions()))
 
 
 @pytest.mark.parametrize("kind", ["leader", "members"])
