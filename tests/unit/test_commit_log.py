@@ -45,9 +45,11 @@ def say(incarnation: int, iteration: int, **changes: object) -> messages.Step:
     return messages.Step(incarnation=incarnation, iteration=iteration, **fields)  # type: ignore[arg-type]
 
 
-def log_of(consistency: str, workers: int = 2, shards: int = 1, slack: int = 1) -> CommitLog:
+def log_of(
+    consistency: str, workers: int = 2, shards: int = 1, slack: int = 1, optimizers: int = 1
+) -> CommitLog:
     """All have joined: worker w with incarnation w + 1."""
-    log = CommitLog.begin(consistency, slack, workers, shards)
+    log = CommitLog.begin(consistency, slack, workers, shards, optimizers=optimizers)
     for worker in range(workers):
         assert not log.handle_join(worker, worker + 1).refused
     return log
@@ -139,7 +141,7 @@ def test_a_newcomer_waits_for_the_end_of_a_pass_of_the_scripts_loop() -> None:
 
 @pytest.mark.parametrize("basis", [KNOWN, NONE])
 def test_the_log_says_how_much_each_optimizers_gradients_weigh(basis: str) -> None:
-    log = log_of("bsp")
+    log = log_of("bsp", optimizers=2)
     for worker, weights in enumerate(([4.0, 2.0], [])):
         log.handle_staged(0, worker, worker + 1, 0)
         said = msgspec.structs.replace(commit(worker + 1, 0, weight=4.0), weights=weights, basis=basis)

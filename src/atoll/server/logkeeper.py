@@ -129,6 +129,7 @@ class LogKeeper:
             IN_FLIGHT,
             self.state.loose,
             setup.staleness,
+            len(setup.optimizers),
         )
         for worker, incarnation in sorted(self.state.fenced.items()):
             self._act(log.handle_fence(worker, incarnation))

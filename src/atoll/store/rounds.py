@@ -9,7 +9,7 @@ import msgspec
 from atoll.core.hyperparameters import GRADIENT_SCALE, Difference, difference_line, first_difference
 from atoll.core.stands import are_in_one_epoch, mixed_epochs
 from atoll.core.weighing import are_certain, excess_line, told_unlike, weight_of
-from atoll.store.contributors import Contributors
+from atoll.store.contributors import Contributors, judged
 from atoll.store.entries import Combine, Joined, StepWithMean, WeightedContribution
 from atoll.store.outcomes import Draft
 from atoll.store.waits import Waits, line_of
@@ -295,8 +295,8 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
 
     def _refuse_excess(self, draft: Draft, these: Contributors) -> bool:
         """Drop each commit whose weight is far too large, and tell its worker. True if there was one."""
-        commits = [self.commits[worker] for worker in self.members]
-        found = {worker: these.usual.excess(self.commits[worker], commits) for worker in self.members}
+        commits = {worker: judged(self.commits[worker]) for worker in self.members}
+        found = {worker: these.usual.excess(each, commits.values()) for worker, each in commits.items()}
         for worker, excess in found.items():
             if excess:
                 reason = excess_line(worker, self.iteration, excess)
