@@ -217,14 +217,18 @@ def test_each_model_weighs_by_its_own_samples(pool: WorkerPool, kind: str) -> No
 IN_GROUPS = ALONE + 2  # iterations
 
 
-def grouped(session: atoll.Session, sizes: Sequence[int]) -> list[list[Tensor]]:
-    """The generator has as many samples as `sizes` says; the critic has twice as many, or four more."""
+def grouped(session: atoll.Session, sizes: Sequence[int], nothing: int) -> list[list[Tensor]]:
+    """The generator has as many samples as `sizes` says; the critic has twice as many, or four more. In the
+    last iteration worker `nothing` has batches that weigh nothing."""
     pair = Pair()
     pair.prepare(session)
     seen = []
     for step in range(IN_GROUPS):
         await_groups(session, step)
         own = sizes[session.rank]
+        if (step, session.rank) == (IN_GROUPS - 1, nothing):
+            session.weight(0.0, model=pair.generator)
+            session.weight(0.0, model=pair.critic)
         both_backward(pair, session.rank, step, own, own if own % 2 == 0 else 4)
         for optimizer in (pair.of_critic, pair.of_generator):
             optimizer.step()
@@ -238,7 +242,7 @@ def both_backward(pair: Pair, rank: int, step: int, made: int, real: int) -> Non
     (fake.mean() + pair.critic(drawn(rank, step + 50, real)).square().mean()).backward()
 
 
-def in_two_groups(pool: WorkerPool, sizes: Sequence[int]) -> list[Any]:
+def in_two_groups(pool: WorkerPool, sizes: Sequence[int], nothing: int = -1) -> list[Any]:
     """Run `grouped` on three workers, the first two of which become a group."""
     wanted = Grouping([[0, 1], [2]])
     settings = GroupingSettings(
@@ -249,23 +253,25 @@ def in_two_groups(pool: WorkerPool, sizes: Sequence[int]) -> list[Any]:
         score_for=lambda _known: lambda grouping: Score(2.0 if grouping == wanted else 1.0),
     )
     config = msgspec.structs.replace(KINDS["ps-hra"], groups=Groups(probe=ALONE - 1))
-    return run_with(pool, config, grouped, sizes, world=3, shards=2, grouping=settings)
+    return run_with(pool, config, grouped, sizes, nothing, world=3, shards=2, grouping=settings)
 
 
-def test_groups_train_both(pool: WorkerPool) -> None:
+@pytest.mark.parametrize("nothing", [-1, 0, 1])
+def test_groups_train_both(pool: WorkerPool, nothing: int) -> None:
     sizes, pair, right = (2, 4, 6), Pair(), []
     for step in range(IN_GROUPS):
+        weights = [0 if (step, rank) == (IN_GROUPS - 1, nothing) else own for rank, own in enumerate(sizes)]
         for rank, own in enumerate(sizes):
             before = [None if p.grad is None else p.grad.clone() for p in parameters(pair)]
             both_backward(pair, rank, step, own, own)
             for p, old in zip(parameters(pair), before, strict=True):
                 part = p.grad if old is None else p.grad - old
-                p.grad = part * (own / sum(sizes)) + (0 if old is None else old)
+                p.grad = part * (weights[rank] / sum(weights)) + (0 if old is None else old)
         for optimizer in (pair.of_critic, pair.of_generator):
             optimizer.step()
             optimizer.zero_grad()
         right.append(pair.values)
-    for found in in_two_groups(pool, sizes):
+    for found in in_two_groups(pool, sizes, nothing):
         check(found, right)
 
 
@@ -303,6 +309,54 @@ def test_a_worker_without_a_batch(pool: WorkerPool, kind: str) -> None:
         right.append(pair.values)
     for found in run_at(pool, kind, one_has_no_batch, world=WORLD):
         check(found, right)
+
+
+def weighs_nothing(session: atoll.Session, which: str, known: bool) -> list[list[Tensor]]:
+    """In the second iteration, batches of some models of worker 1 weigh nothing.
+
+    Without `known` nothing is given for the others, whose samples are counted.
+    """
+    pair = Pair()
+    pair.prepare(session)
+    seen = []
+    for step in range(3):
+        for name, model in (("critic", pair.critic), ("generator", pair.generator)):
+            if step == session.rank == 1 and which in (name, "both"):
+                session.weight(0.0, model=model)
+            elif known:
+                session.weight(4.0, model=model)
+        at_once(pair, [session.rank], step)
+        seen.append(pair.values)
+    return seen
+
+
+def without(which: str) -> list[list[Tensor]]:
+    """What plain PyTorch makes of `weighs_nothing`."""
+    pair, seen = Pair(), []
+    for step in range(3):
+        of_all, of_one = copy.deepcopy(pair), copy.deepcopy(pair)
+        for each, ranks in ((of_all, range(WORLD)), (of_one, range(1))):
+            for rank in ranks:
+                made = each.generator(drawn(rank, step))
+                (each.critic(made).square().mean() / len(ranks)).backward()
+        for name in ("critic", "generator"):
+            taken = of_one if step == 1 and which in (name, "both") else of_all
+            for own, other in zip(
+                getattr(pair, name).parameters(), getattr(taken, name).parameters(), strict=True
+            ):
+                own.grad = other.grad
+        pair.of_critic.step()
+        pair.of_generator.step()
+        seen.append(pair.values)
+    return seen
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("which", ["both", "critic", "generator"])
+@pytest.mark.parametrize("kind", ["ring", "server", "server tiers"])
+def test_batches_that_weigh_nothing(pool: WorkerPool, kind: str, which: str, known: bool) -> None:
+    for found in run_at(pool, kind, weighs_nothing, which, known, world=WORLD):
+        check(found, without(which))
 
 
 # -- what the session does beside steps ----------------------------------------------------------------------

@@ -45,9 +45,11 @@ def say(incarnation: int, iteration: int, **changes: object) -> messages.Step:
     return messages.Step(incarnation=incarnation, iteration=iteration, **fields)  # type: ignore[arg-type]
 
 
-def log_of(consistency: str, workers: int = 2, shards: int = 1, slack: int = 1) -> CommitLog:
+def log_of(
+    consistency: str, workers: int = 2, shards: int = 1, slack: int = 1, optimizers: int = 1
+) -> CommitLog:
     """All have joined: worker w with incarnation w + 1."""
-    log = CommitLog.begin(consistency, slack, workers, shards)
+    log = CommitLog.begin(consistency, slack, workers, shards, optimizers=optimizers)
     for worker in range(workers):
         assert not log.handle_join(worker, worker + 1).refused
     return log
@@ -139,7 +141,7 @@ def test_a_newcomer_waits_for_the_end_of_a_pass_of_the_scripts_loop() -> None:
 
 @pytest.mark.parametrize("basis", [KNOWN, NONE])
 def test_the_log_says_how_much_each_optimizers_gradients_weigh(basis: str) -> None:
-    log = log_of("bsp")
+    log = log_of("bsp", optimizers=2)
     for worker, weights in enumerate(([4.0, 2.0], [])):
         log.handle_staged(0, worker, worker + 1, 0)
         said = msgspec.structs.replace(commit(worker + 1, 0, weight=4.0), weights=weights, basis=basis)
@@ -370,6 +372,74 @@ def test_who_has_just_joined_need_not_have_written_what_the_others_have() -> Non
         contribute(log, worker, incarnation, 3)
     log.handle_step(0, say(3, 3))
     assert "written different values" in log.handle_step(1, say(2, 3, written=[3], writes="a")).refused
+
+
+UNLIKE = [
+    {"optimizer": 1},
+    {"stays": True},
+    {"scale": 0.5},
+    {"accepted": False},
+    {"edited": [1]},
+    {"hyperparameters": [{**LR[0], "lr": 0.2}]},
+]
+
+
+def log_with_a_newcomer(newcomer: int) -> CommitLog:
+    """Worker `newcomer` of three has joined, as incarnation 9, with the iteration 1 that is combined."""
+    log = log_of("bsp", workers=3)
+    others = [worker for worker in range(3) if worker != newcomer]
+    log.handle_fence(newcomer, newcomer + 1)
+    log.handle_join(newcomer, 9)
+    for worker in others:
+        contribute(log, worker, worker + 1, 0)
+    for worker in others:
+        log.handle_step(worker, say(worker + 1, 0))
+    for worker in others:
+        contribute(log, worker, worker + 1, 1)
+    contribute(log, newcomer, 9, 1)
+    return log
+
+
+@pytest.mark.parametrize("changes", UNLIKE)
+@pytest.mark.parametrize("spoken", range(3))
+@pytest.mark.parametrize("newcomer", [0, 2])
+def test_of_a_newcomer_and_the_others_that_step_differently_the_newcomer_is_refused(
+    newcomer: int, spoken: int, changes: dict[str, object]
+) -> None:
+    log = log_with_a_newcomer(newcomer)
+    order = [worker for worker in range(3) if worker != newcomer]
+    order.insert(spoken, newcomer)
+    refused = []
+    for worker in order:
+        is_new = worker == newcomer
+        word = say(9, 1, **changes) if is_new else say(worker + 1, 1)
+        outcome = log.handle_step(worker, word)
+        assert not outcome.mismatch
+        assert is_new or not outcome.refused
+        refused += [outcome.refused] if outcome.refused else []
+        for reply in outcome.replies:
+            assert isinstance(reply.message, messages.Refused)
+            assert (reply.worker, reply.incarnation, reply.message.request) == (newcomer, 9, "Step")
+            refused.append(reply.message.reason)
+        assert not outcome.entries
+    (reason,) = refused
+    assert f"worker {newcomer} " in reason
+    assert log.waiting_for() == [f"worker {newcomer}, to step iteration 1"]
+    again = say(9, 1, **changes)  # sent again, it is refused again
+    assert log.handle_step(newcomer, again).refused
+    entry = log.handle_fence(newcomer, 9).entries[-1]
+    assert isinstance(entry, StepWithMean)
+    assert (entry.optimizer, entry.scale, entry.accepted, entry.hyperparameters) == (0, 1.0, True, LR)
+
+
+def test_the_word_of_a_newcomer_that_is_gone_counts_only_if_the_others_say_the_same() -> None:
+    log = log_with_a_newcomer(0)
+    log.handle_step(0, say(9, 1, optimizer=1))
+    log.handle_fence(0, 9)
+    assert not log.handle_step(1, say(2, 1)).refused
+    (entry,) = log.handle_step(2, say(3, 1)).entries
+    assert isinstance(entry, StepWithMean)
+    assert entry.optimizer == 0
 
 
 def test_each_optimizer_has_an_open_step_of_its_own() -> None:

@@ -15,8 +15,8 @@ from atoll.wire import messages as m
 HUGE = (1e300, float(16 * MOST) + 1)
 
 
-def log_of(consistency: str, workers: int = 3) -> CommitLog:
-    log = CommitLog.begin(consistency, 4, workers, 1)
+def log_of(consistency: str, workers: int = 3, optimizers: int = 1) -> CommitLog:
+    log = CommitLog.begin(consistency, 4, workers, 1, optimizers=optimizers)
     for worker in range(workers):
         log.handle_join(worker, worker + 1)
     return log
@@ -29,10 +29,16 @@ def contribute(
     weight: float = 16.0,
     samples: float = 16.0,
     alike: float = 1.0,
+    weights: list[float] | None = None,
 ) -> Outcome:
     log.handle_staged(0, worker, worker + 1, iteration)
     commit = m.Commit(
-        incarnation=worker + 1, iteration=iteration, weight=weight, samples=samples, alike=alike
+        incarnation=worker + 1,
+        iteration=iteration,
+        weight=weight,
+        samples=samples,
+        alike=alike,
+        weights=weights or [],
     )
     return log.handle_commit(worker, commit)
 
@@ -90,6 +96,52 @@ def test_a_synchronous_contribution_that_weighs_far_too_much_is_refused_in_the_f
     combined = log.lines.entries[-1]
     assert isinstance(combined, Combine)
     assert [member.worker for member in combined.members] == [each for each in range(3) if each != who]
+
+
+@pytest.mark.parametrize("weights", [[HUGE[1], 16.0], [16.0, 1e300]])
+@pytest.mark.parametrize("who", range(3))
+def test_a_model_of_several_that_weighs_far_too_much_is_refused(who: int, weights: list[float]) -> None:
+    log = log_of("bsp", optimizers=2)
+    train(log, range(3))
+    for worker in range(3):
+        done = contribute(log, worker, 3, weights=weights if worker == who else [8.0, 16.0])
+    assert [(each.worker, type(each.message)) for each in done.replies] == [(who, m.Refused)]
+    assert f"a weight of {max(weights):g}, more than 1,000 times the median of 16" in str(done.replies)
+    for worker in [who]:  # it may say what is right
+        contribute(log, worker, 3, weights=[8.0, 16.0])
+    assert isinstance(log.lines.entries[-1], Combine)
+
+
+def test_what_is_usual_goes_by_the_model_that_weighs_most() -> None:
+    log = log_of("bsp", optimizers=2)
+    for iteration in range(4):
+        for worker in range(3):
+            done = contribute(log, worker, iteration, 4.0, weights=[4.0, 4096.0])
+        assert isinstance(log.lines.entries[-1], Combine), done.replies
+        step_all(log, iteration, 3)
+    assert {each[0] for each in log.these.usual.numbers} == {4096.0}
+
+
+@pytest.mark.parametrize(
+    ("weight", "weights"),
+    [
+        (0.0, [16.0, 0.0]),
+        (0.0, [0.0, 1e300]),
+        (16.0, [16.0]),
+        (16.0, [16.0, 16.0, 16.0]),
+        (16.0, [16.0, float("inf")]),
+        (16.0, [16.0, float("nan")]),
+    ],
+)
+def test_weights_of_models_that_cannot_be_are_refused(weight: float, weights: list[float]) -> None:
+    log = log_of("bsp", optimizers=2)
+    for worker in (0, 1):
+        assert not contribute(log, worker, 0).refused
+    refused = contribute(log, 2, 0, weight, weights=weights).refused
+    assert refused.startswith("worker 2 commits with ")
+    assert not any(isinstance(entry, Combine) for entry in log.lines.entries)
+    assert not contribute(log, 2, 0, weights=[16.0, 0.0]).refused
+    assert isinstance(log.lines.entries[-1], Combine)
 
 
 def test_of_two_workers_the_one_with_the_smaller_weight_is_believed() -> None:

@@ -42,6 +42,63 @@ def test_a_pass_without_a_batch_is_as_long_as_the_others() -> None:
     assert said == [False, False, *([False, True] * 3)]
 
 
+def ends_of(passes: list[list[object]]) -> list[str]:
+    """What is said of each pass's reductions: "e" for the last one of its pass, else "-"."""
+    loop, said = LoopOverModels(), list[str]()
+    for each in passes:
+        said.append("")
+        for event in each:
+            if isinstance(event, frozenset):
+                said[-1] += "e" if loop.reduced(event) else "-"
+            else:
+                loop.stepped()
+    return said
+
+
+@pytest.mark.parametrize("loop", [GAN, CRITIC_FIRST, WASSERSTEIN])
+@pytest.mark.parametrize("missing", [1, 2])
+def test_who_had_no_batch_as_its_loop_began_leaves_it_to_others_to_say_where_passes_end(
+    loop: list[object], missing: int
+) -> None:
+    first = list(loop)
+    for place in range(missing):
+        if isinstance(first[place], frozenset):
+            first[place] = frozenset[int]()
+    said = ends_of([first, *[loop] * 8])
+    assert not any("e" in each for each in said)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_pass_that_is_longer_now_and_then_is_not_taken_to_end_early(first: int) -> None:
+    """StyleGAN2's lazy regularisation: a second step of the critic in every 16th pass, and of the generator
+    in every fourth."""
+    passes: list[list[object]] = [
+        [
+            *([CRITIC] * (2 if number % 16 == 0 else 1)),
+            *([BOTH, "step"] * (2 if number % 4 == 0 else 1)),
+        ]
+        for number in range(first, 64)
+    ]
+    said = ends_of(passes)
+    known = 1 if first == 0 else 16  # from here on the longest has been seen
+    for each, events in list(zip(said, passes, strict=True))[known:]:
+        reductions = sum(isinstance(event, frozenset) for event in events)
+        assert "e" not in each[:-1]
+        assert each.endswith("e") == (reductions == 4)
+
+
+def test_a_pass_that_is_longer_than_any_before_is_foreseen_wrongly_once() -> None:
+    passes: list[list[object]] = [[*[CRITIC] * n, BOTH, "step"] for n in (2, 2, 5, 2, 2, 5, 2)]
+    assert ends_of(passes) == ["---", "--e", "--e---", "---", "---", "-----e", "---"]
+
+
+def test_after_a_warm_up_of_long_passes_the_short_ones_count() -> None:
+    passes: list[list[object]] = [[*[CRITIC] * n, BOTH, "step"] for n in [20] * 3 + [2] * 40]
+    said = ends_of(passes)
+    assert "e" not in said[3]
+    assert said[-1] == "--e"
+
+
 def given(name: str) -> Given:
     model = nn.Linear(2, 2)
     origin = Origin(name, [], "", "", "")

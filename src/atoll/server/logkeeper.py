@@ -131,6 +131,7 @@ class LogKeeper:
             IN_FLIGHT,
             self.state.loose,
             setup.staleness,
+            len(setup.optimizers),
         )
         log.grouping = grouping  # groups that know of it have moved already
         for worker, incarnation in sorted(self.state.fenced.items()):

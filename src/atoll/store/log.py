@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 import msgspec
 
-from atoll.store.contributors import Contributors
+from atoll.store.contributors import Contributors, judged
 from atoll.store.entries import Fenced, Idle, Joined
 from atoll.store.lines import Lines
 from atoll.store.meetings import Meetings
@@ -33,6 +33,7 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     Attributes:
         idle: workers that wait in a meeting.
+        optimizers: the number of the model's optimizers.
         grouping: the latest grouping that a contribution knew of.
         grouped: for each live worker, the latest grouping when it joined, or that its contribution knew of
             since.
@@ -46,6 +47,7 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     lines: Lines = msgspec.field(default_factory=Lines)
     used: UsedSamples = msgspec.field(default_factory=UsedSamples)
     idle: set[Count] = set()
+    optimizers: Count = 1
     grouping: Count = 0
     grouped: dict[int, Count] = {}
 
@@ -61,6 +63,7 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         limit: int = 2,
         loose: bool = False,
         scaled: str = "weight",
+        optimizers: int = 1,
     ) -> CommitLog:
         """Begin with `workers` workers.
 
@@ -70,6 +73,7 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 meeting.
             limit: with SSP and ASP, as in `Streams`.
             scaled: with SSP and ASP, as in `Streams`.
+            optimizers: the number of the model's optimizers.
         """
         if consistency not in CONSISTENCIES:
             raise ValueError(f"consistency {consistency!r} is none of {', '.join(CONSISTENCIES)}")
@@ -77,7 +81,11 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         bsp = consistency == "bsp"
         rule = Rounds(steps, loose) if bsp else Streams(steps, limit, scaled)
         return cls(
-            consistency=consistency, slack=slack, these=Contributors(Roster(workers), stages), rule=rule
+            consistency=consistency,
+            slack=slack,
+            these=Contributors(Roster(workers), stages),
+            rule=rule,
+            optimizers=optimizers,
         )
 
     # -- workers come and go ------------------------------------------------------------------------------
@@ -149,6 +157,16 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             )
         if not all(map(math.isfinite, (commit.weight, commit.samples, *commit.weights))):
             return Outcome(refused=f"worker {worker} commits with weight {commit.weight}, which is no number")
+        is_new = commit.iteration >= self.rule.committed(worker)  # what is sent again may be of a former log
+        if is_new and commit.weights and len(commit.weights) != self.optimizers:
+            return Outcome(
+                refused=f"worker {worker} commits with weights for {len(commit.weights)} optimizers, and the "
+                f"model has {self.optimizers}"
+            )
+        if commit.weight <= 0 < max(commit.weights, default=0.0):
+            return Outcome(
+                refused=f"worker {worker} commits with weight {commit.weight}, and weights {commit.weights}"
+            )
         draft = Draft()
         self.rule.commit(worker, commit, draft, self.these)
         is_new = commit.iteration >= self.rule.committed(worker)
@@ -199,7 +217,7 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             if isinstance(entry, Joined):
                 self.grouped[entry.worker] = self.grouping
         for worker, commit in draft.counted:
-            self.these.usual.take(commit)
+            self.these.usual.take(judged(commit))
             self.used.count(worker, commit)
             self._see_to_grouping(worker, commit, draft)
         self.lines.entries += draft.entries

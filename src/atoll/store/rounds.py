@@ -9,7 +9,7 @@ import msgspec
 from atoll.core.hyperparameters import GRADIENT_SCALE, Difference, difference_line, first_difference
 from atoll.core.stands import are_in_one_epoch, mixed_epochs
 from atoll.core.weighing import are_certain, excess_line, told_unlike, weight_of
-from atoll.store.contributors import Contributors
+from atoll.store.contributors import Contributors, judged
 from atoll.store.entries import Combine, Joined, StepWithMean, WeightedContribution
 from atoll.store.outcomes import Draft
 from atoll.store.waits import Waits, line_of
@@ -95,7 +95,11 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
         return messages.Committed(iteration=iteration)
 
     def step(self, worker: int, step: messages.Step, draft: Draft) -> None:
-        """Take a member's word on how to step. `draft.refused` says why that cannot be."""
+        """Take a member's word on how to step. `draft.refused` says why that cannot be.
+
+        Who has just joined never decides how the others step: if it differs, it alone is refused, whoever
+        speaks first.
+        """
         if step.iteration < self.iteration or (step.iteration == self.iteration and worker in self.said):
             self._check_same(worker, step, draft)
         elif step.iteration != self.iteration or not self.combined:
@@ -105,23 +109,47 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
         else:
             self._check_same(worker, step, draft)
             if not draft.refused and not draft.mismatch:
+                self._refuse_newcomers(worker, step, draft)
                 self.said[worker] = step
 
     def _check_same(self, worker: int, step: messages.Step, draft: Draft) -> None:
-        if step.iteration != self.iteration or not self.said or step.follows:
+        """Compare a word with one that counts as much: with a newcomer's only if the speaker is one too."""
+        speakers = sorted(self.said, key=self.fresh.__contains__)  # stable: then who spoke first
+        if step.iteration != self.iteration or not speakers or step.follows:
             return  # a late duplicate, the first word, or a member that follows the others
-        first = next(iter(self.said))
-        difference = _difference(self.said[first], step, writes=self._settled.issuperset((first, worker)))
-        found = _unlike_settings(self.said[first], step)
+        first = speakers[0]
+        if first in self.fresh and worker not in self.fresh:
+            return
+        reason, mismatch = self._unlike(first, self.said[first], worker, step)
+        if worker in self.fresh and first not in self.fresh:
+            reason, mismatch = reason or mismatch, ""
+        draft.refused, draft.mismatch = reason, mismatch
+
+    def _refuse_newcomers(self, worker: int, step: messages.Step, draft: Draft) -> None:
+        """Drop the words of newcomers that differ from a settled member's, and tell them."""
+        for other in [each for each in self.said if each in self.fresh and worker not in self.fresh]:
+            reason = "".join(self._unlike(worker, step, other, self.said[other]))
+            if reason:
+                del self.said[other]
+                if other in self.members:
+                    refused = messages.Refused(reason=reason, request="Step")
+                    draft.reply(other, self.members[other], refused)
+
+    def _unlike(self, first: int, said: messages.Step, worker: int, step: messages.Step) -> tuple[str, str]:
+        """Return, in words, how `worker` would step otherwise than `first` has said: why `worker` is refused,
+        or the line that tells all of different settings. Both are empty for equal steps."""
+        difference = _difference(said, step, writes=self._settled.issuperset((first, worker)))
+        found = _unlike_settings(said, step)
         if found is not None and (found.key == GRADIENT_SCALE or not difference):
             if worker < first:
                 first, worker, found = worker, first, found.turned()
-            draft.mismatch = difference_line(f"worker {first}", f"worker {worker}", step.iteration, found)
-        elif difference:
-            draft.refused = (
-                f"worker {worker} and worker {first} would step iteration {step.iteration} differently: "
-                f"{difference}; in synchronous training all workers must say the same"
-            )
+            return "", difference_line(f"worker {first}", f"worker {worker}", step.iteration, found)
+        if not difference:
+            return "", ""
+        return (
+            f"worker {worker} and worker {first} would step iteration {step.iteration} differently: "
+            f"{difference}; in synchronous training all workers must say the same"
+        ), ""
 
     @property
     def _settled(self) -> set[int]:
@@ -267,8 +295,8 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
 
     def _refuse_excess(self, draft: Draft, these: Contributors) -> bool:
         """Drop each commit whose weight is far too large, and tell its worker. True if there was one."""
-        commits = [self.commits[worker] for worker in self.members]
-        found = {worker: these.usual.excess(self.commits[worker], commits) for worker in self.members}
+        commits = {worker: judged(self.commits[worker]) for worker in self.members}
+        found = {worker: these.usual.excess(each, commits.values()) for worker, each in commits.items()}
         for worker, excess in found.items():
             if excess:
                 reason = excess_line(worker, self.iteration, excess)

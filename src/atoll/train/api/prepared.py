@@ -551,9 +551,15 @@ class Prepared:
         see `_whole`."""
         if self._more.repeats or not has_gradient:
             return ContributionWeight(0.0, 0.0)
-        samples = [each.samples for each in self.models]
-        fresh = [each.known for each in samples if not each.is_used]
-        return ContributionWeight(max(fresh, default=0.0) or max(each.known for each in samples) or 1.0, 0.0)
+        fresh = [each.samples.known or 0.0 for each in self.models if not each.samples.is_used]
+        weight = max(fresh, default=0.0)
+        if not weight:  # that of gradients that came before, or still come; 0 only if that was given for all
+            coming = [each for each in self.models if each.has_new or each.accumulates()]
+            known = [each.samples.known for each in coming] or [
+                each.samples.known for each in self.models if each.samples.known is not None
+            ]
+            weight = max((1.0 if each is None else each for each in known), default=1.0)
+        return ContributionWeight(weight, 0.0)
 
     def _whole(self, own: ContributionWeight) -> ContributionWeight:
         """Return a contribution with the weight of each model, once all gradients have come."""

@@ -7,6 +7,7 @@ here.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -25,6 +26,8 @@ from atoll.train.data.moredata import MoreData
 from atoll.train.gradients.reducer import Shares
 from atoll.train.gradients.samples import CountedBatch, SampleCount, SeenSamples
 from atoll.train.gradients.sums import gradient_nodes, will_accumulate
+
+_REMEMBERED = 32  # passes of a loop over several models, of which the longest counts
 
 
 class Batches(Protocol):
@@ -186,23 +189,29 @@ class LoopOverModels:
     """The passes of a script's loop over several models.
 
     A pass begins with gradients of the models with which the first one began, once the first model has
-    stepped. Where it ends is what the pass before has shown.
+    stepped. Where it ends can only be foreseen: after as many reductions as the longest of the latest passes
+    had, as a pass may be longer now and then (a step of regularisation in every fourth one). Shorter ones
+    have no end that is foreseen. A worker that had no batch as its first pass began knows no beginning, and
+    foresees nothing.
     """
 
     def __init__(self) -> None:
-        self._begins_with: frozenset[int] = frozenset()
+        self._begins_with: frozenset[int] | None = None  # None: before the first reduction
         self._has_stepped = False  # the first model, in this pass
-        self._at = self._length = 0  # reductions in this pass so far, and in the one before; 0: not known
+        self._at = 0  # reductions in this pass so far
+        self._lengths: deque[int] = deque(maxlen=_REMEMBERED)  # of the passes before
 
     def reduced(self, new: frozenset[int]) -> bool:
         """Note a reduction to which this worker has brought gradients of the models `new`, by their numbers;
-        return True if it is the last one of its pass."""
-        self._begins_with = self._begins_with or new
-        begins = new == self._begins_with if new else self._at == self._length
-        if self._has_stepped and begins:
-            self._length, self._at, self._has_stepped = self._at, 0, False
+        return True if it is foreseen to be the last one of its pass."""
+        if self._begins_with is None:
+            self._begins_with = new
+        begins = new == self._begins_with if new else self._at == max(self._lengths, default=0)
+        if self._begins_with and self._has_stepped and begins:
+            self._lengths.append(self._at)
+            self._at, self._has_stepped = 0, False
         self._at += 1
-        return self._at == self._length
+        return self._at == max(self._lengths, default=0)
 
     def stepped(self) -> None:
         """Note a step of the first model."""

@@ -158,9 +158,9 @@ class SampleCount:
         self.latest = 0.0 if self._more.repeats else weight
 
     @property
-    def known(self) -> float:
-        """The weight that was counted or given; 0: neither."""
-        return (self._counted if self._given is None else self._given) or 0.0
+    def known(self) -> float | None:
+        """The weight that was counted or given; None: neither."""
+        return self._counted if self._given is None else self._given
 
     @property
     def is_used(self) -> bool:
@@ -174,7 +174,7 @@ class SampleCount:
         """
         if self._more.repeats or (self._used and not has_gradient):
             return ContributionWeight(0.0, 0.0)
-        known = self._counted if self._given is None else self._given
+        known = self.known
         basis = KNOWN if self._given is not None else NONE if self._counted is None else self._basis
         weight = (1.0 if has_gradient else 0.0) if known is None else known
         samples = 0.0 if self._used else self._samples()

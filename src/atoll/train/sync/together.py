@@ -100,7 +100,7 @@ class Together:
         self._speeds = [speeds for _, speeds, _, _ in said]
         place = self.ring.place
         self.able = [place.name_of(rank) for rank, (_, _, waits, _) in enumerate(said) if not waits]
-        self._everyones_shares = [shares for _, _, _, shares in said if shares]
+        self._everyones_shares = [shares for _, _, _, shares in said if any(shares)]
 
     def whole(self) -> None:
         """Take the members' reports as final: the round is confirmed."""
