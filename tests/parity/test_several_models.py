@@ -530,6 +530,27 @@ def test_a_checkpoint_goes_from_one_strategy_to_another(
             check(found, plain(WORLD, "alternating")[2:])
 
 
+def counts_samples(session: atoll.Session, folder: str) -> float:
+    """The samples of all models of all workers, of two iterations that a checkpoint has, and of one more."""
+    pair = Pair()
+    pair.prepare(session)
+    session.resume(folder)
+    for step in range(session.iteration, session.iteration + 1 + (session.iteration == 0)):
+        alternating(pair, [session.rank], step)
+    session.save(folder)
+    return sum(each.reducer.consumed for each in session._state.prepared)
+
+
+@pytest.mark.parametrize(("first", "then"), [("server", "server"), ("ring", "server tiers")])
+def test_the_samples_consumed_go_on_from_a_checkpoint(
+    pool: WorkerPool, first: str, then: str, tmp_path: Path
+) -> None:
+    of_two = run_at(pool, first, counts_samples, str(tmp_path / "it"), world=WORLD)
+    of_three = run_at(pool, then, counts_samples, str(tmp_path / "it"), world=WORLD)
+    assert of_two[0] > 0
+    assert of_two + of_three == [of_two[0]] * WORLD + [of_two[0] * 3 / 2] * WORLD
+
+
 def test_a_checkpoint_is_the_one_that_a_ring_writes(pool: WorkerPool, tmp_path: Path) -> None:
     held = {}
     for kind in ("ring", "server", "server tiers"):

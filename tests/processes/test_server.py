@@ -657,6 +657,26 @@ def test_what_makes_no_sense_is_refused_and_disturbs_nothing(start: Callable[...
     run.iterate(0)
 
 
+def test_who_began_again_with_another_model_is_told_to_start_the_run_again(start: Callable[..., Run]) -> None:
+    """So it is where the first worker leaves between two calls of session.prepare, and comes again."""
+    run = start(1, 1)
+    (worker,) = run.workers
+    again = run.again(worker.rank, 50)
+    again.send(0, m.Ready(digest="other"))
+    line = (
+        "worker 0 began again, and has another model, layout or optimizer than it had described before: if "
+        "that was while session.prepare was called for several models, start the run again; else start"
+    )
+    assert line in again.refused()
+    other = run.again(5, 51)
+    other.send(0, run.model.setup(0, workers=1, digest="other"))
+    line = (
+        "brought by worker 0, which is not connected any more: if it left while session.prepare was called "
+        "for several models, start the run again"
+    )
+    assert line in other.refused()
+
+
 def test_garbage_is_dropped_and_counted(start: Callable[..., Run]) -> None:
     run = start(1, 1)
     (worker,) = run.workers

@@ -13,6 +13,9 @@ from atoll.server.model import Model
 from atoll.wire import messages
 from atoll.wire.messages import Ready, Setup
 
+_START_THE_SAME = "start the same script with the same settings everywhere"
+_WHILE_PREPARING = "while session.prepare was called for several models, start the run again"
+
 
 class SetUps:
     """Handles set-ups. All workers make the same sequence of them; each begins a generation of the log's
@@ -91,7 +94,10 @@ class SetUps:
                 self._door.refuse(peer, reason, "Ready")
 
     def _trains_another(self) -> str:
-        return f"this shard trains another model or optimizer, brought by worker {self.setter[0]}"
+        line = f"this shard trains another model or optimizer, brought by worker {self.setter[0]}"
+        if self._peers.members(*self.setter):
+            return line
+        return f"{line}, which is not connected any more: if it left {_WHILE_PREPARING}"
 
     def _begin(self, model: Model, setter: Life) -> None:
         """Train this model from now on; `setter` brings its values."""
@@ -160,9 +166,14 @@ class SetUps:
     def _differs(self, worker: int, ready: Ready, model: Model) -> str:
         if ready.codec != model.setup.codec:
             return _unlike_codecs(worker, ready.codec, self.setter[0], model.setup.codec)
+        if worker == self.setter[0]:
+            return (
+                f"worker {worker} began again, and has another model, layout or optimizer than it had "
+                f"described before: if that was {_WHILE_PREPARING}; else {_START_THE_SAME}"
+            )
         return (
             f"worker {worker} has another model, layout or optimizer than worker {self.setter[0]} has "
-            "described; start the same script with the same settings everywhere"
+            f"described; {_START_THE_SAME}"
         )
 
 

@@ -360,6 +360,10 @@ class TrainingState:
             of_calls = list(state.get("schedules", ()))
             for number, schedule in enumerate(self.schedules):
                 schedule.loaded(of_calls[number] if number < len(of_calls) else None)
+        if not self._counts_each:  # the models train as one, which has the samples of all
+            for prepared in self.prepared:
+                in_all = state.get("consumed_in_all", sum(state.get("consumed", ())))
+                prepared.reducer.consumed = float(in_all)
         for number, prepared in enumerate(self.prepared if self._counts_each else ()):
             own = [each for each in self.schedules if _is_of(each, prepared)]
             if saved:
@@ -574,7 +578,7 @@ class TrainingState:
             "models": [msgspec.to_builtins(model.origin) for model in self.models],
             "optimizers": [type(optimizer).__name__ for optimizer in self.optimizers],
             "schedulers": [states_of(optimizer) for optimizer in self.optimizers],
-            **({"consumed": consumed} if self._counts_each else {}),
+            **({"consumed": consumed} if self._counts_each else {"consumed_in_all": sum(consumed)}),
             "schedules": [
                 {**schedule.state(), "model": number}
                 for schedule in self.schedules
