@@ -241,6 +241,7 @@ class Prepared:
             )
             for each, unit in zip(optimizers, units, strict=True)
         ]
+        self._model_of = [each for each in self.models for _ in each.optimizers]  # by set
         first = 0
         for each in self.models:
             each.sets = self.sets[first : first + len(each.optimizers)]
@@ -583,7 +584,8 @@ class Prepared:
         for each in self.sets:
             repeats = repeats or each.repeats
         for place, each in enumerate(self.sets):
-            each.own_samples += 0.0 if repeats else own.of(place).samples
+            own_samples = own.of(place).samples if own.by_optimizer else own.samples
+            each.own_samples += 0.0 if repeats else own_samples
             each.reduced()
             if self._others:  # other workers compare the scale
                 forget_scale(each.optimizer)
@@ -706,7 +708,8 @@ class Prepared:
         self.norm.forget()
         if not of.follows:
             self.reducer.after_step()
-        self._stepped.add(self.sets.index(of))
+        number = self.sets.index(of)
+        self._stepped.add(number)
         waiting = set[int]()
         for place, each in enumerate(self.sets):
             if each.waits:
@@ -716,10 +719,13 @@ class Prepared:
             self._stepped.clear()
             if waiting <= self.reducer.passes:
                 self.reducer.sum.all_stepped()
-        model = next(each for each in self.models if of in each.sets)
+        model = self._model_of[number]
         self._steps.stepped(self, model, of)
-        model.stepped()
-        if of is self.sets[0]:
+        if model.unstepped:
+            model.unstepped = False
+            model.steps_made += 1
+            model.samples.reset()
+        if number == 0 and len(self.models) > 1:
             self._loop.stepped()
         of.own_samples, of.follows = 0.0, False
 

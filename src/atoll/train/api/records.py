@@ -169,7 +169,7 @@ class Records:
         kept = {name: loggable(name, value) for name, value in values.items()}
         if not self.kept:
             return
-        self._log(self._state.models[0].samples.latest if self._state.prepared else 1.0, kept)
+        self._log(self._state.prepared[0].models[0].samples.latest if self._state.prepared else 1.0, kept)
         if len(self._logged) >= MOST_LOGGED:  # many in one step, as in an evaluation
             self.read_logged()
 

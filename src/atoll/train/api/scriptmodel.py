@@ -91,6 +91,7 @@ class ScriptModel:
         samples: the samples of its iteration under way.
         sets: its optimizers.
         steps_made: the number of its steps, if it trains together with others.
+        unstepped: True between a reduction and this model's next step.
         has_new: True if gradients of it have come that no reduction has seen, if it trains with others.
         reached_in: the latest backward that reached one of its forwards.
     """
@@ -102,7 +103,7 @@ class ScriptModel:
         self.sets: list[StepSet] = []
         self.steps_made = 0
         self.has_new = False
-        self._unstepped = False  # True between a reduction and this model's next step
+        self.unstepped = False
         # The latest backward that reached a forward, and the latest that left gradients:
         self.reached_in = self._came_in = -1
         self._nodes: list[Any] = []
@@ -134,14 +135,7 @@ class ScriptModel:
         """Note that gradients are reduced. `alike`: all workers counted alike."""
         if self.has_new or not self._hooks:  # of others alone the samples are still to count
             self.samples.use(alike=alike)
-        self.has_new, self._unstepped = False, True
-
-    def stepped(self) -> None:
-        """Count the first step after a reduction, and forget the samples of its gradients."""
-        if self._unstepped:
-            self._unstepped = False
-            self.steps_made += 1
-            self.samples.reset()
+        self.has_new, self.unstepped = False, True
 
     # Among others that train as one model with it
 

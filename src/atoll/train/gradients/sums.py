@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -107,6 +108,8 @@ class GroupSum:
         has_sent: True if `reduce` has sent all of this worker's gradients to the shards.
         sends_again: True if gradients may come again that have left while backward goes on.
         gradients: this worker's own gradients.
+        accumulates: returns True within a backward that will leave gradients in these parameters;
+            torch.autograd.grad leaves none.
     """
 
     shows_mean = False
@@ -117,12 +120,8 @@ class GroupSum:
         self._owner, self._chunks = owner, list(chunks)
         self._parameters = [parameter for bound in chunks for parameter in bound.parameters]
         self._accumulators = gradient_nodes(self._parameters)
+        self.accumulates = partial(will_accumulate, self._accumulators)
         self.gradients = OwnGradients()
-
-    def accumulates(self) -> bool:
-        """True within a backward that will leave gradients in these parameters; torch.autograd.grad leaves
-        none."""
-        return will_accumulate(self._accumulators)
 
     def close(self) -> None:
         """Let go of the model."""
