@@ -120,7 +120,7 @@ class GroupSum:
         self._owner, self._chunks = owner, list(chunks)
         self._parameters = [parameter for bound in chunks for parameter in bound.parameters]
         self._accumulators = gradient_nodes(self._parameters)
-        self.accumulates = partial(will_accumulate, self._accumulators)
+        self.accumulates: Callable[[], bool] = partial(will_accumulate, self._accumulators)
         self.gradients = OwnGradients()
 
     def close(self) -> None:
