@@ -343,3 +343,40 @@ def test_a_contribution_that_weighs_far_too_much_is_left_out_by_every_node_and_n
         f"node 1's contribution has a {kind} of 1e+300, more than 1,000,000 times the median"
     )
     assert "\n" not in line
+
+
+def test_an_iteration_steps_with_what_scripts_have_made_of_the_mean() -> None:
+    """Node 0's script has used the mean, and node 1's, which waited, contributes its own gradients."""
+    model = PeerModel(torch.optim.SGD, TWO)
+    parameters = model.globals()
+    mean = model.mean([(WEIGHTS[node], model.gradients(0, node)) for node in (0, 1)])
+    filled = [torch.zeros(shape) if g is None else g for g, shape in zip(mean, SHAPES, strict=True)]
+    used, own = (model.contribution(0, node) for node in (0, 1))
+    flats = {chunk.id: model.flat(chunk.id, filled) for chunk in model.layout.trainable}
+    outcome = parameters.apply(0, [dataclasses.replace(used, gradients=flats, mean=b"mean"), own])
+    model.step_plain(mean)
+    assert outcome.altered == ()
+    model.assert_equal(parameters)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "altered"),
+    [
+        ((b"a", True), (b"a", True), False),
+        ((b"a", True), (b"b", True), True),
+        ((b"a", False), (b"b", True), True),
+        ((b"a", True), (b"", False), True),  # the second has changed nothing
+        ((b"a", False), (b"", False), False),  # it has only read the mean
+    ],
+)
+def test_nodes_whose_scripts_make_different_gradients_of_the_mean_are_named(
+    first: tuple[bytes, bool], second: tuple[bytes, bool], altered: bool
+) -> None:
+    model = PeerModel(torch.optim.SGD, TWO)
+    given = [
+        dataclasses.replace(model.contribution(0, node), mean=mean, edited=edited)
+        for node, (mean, edited) in enumerate((first, second))
+    ]
+    assert model.globals().apply(0, given).altered == ((0, 1) if altered else ())
+    weightless = [given[0], dataclasses.replace(given[1], weight=0.0)]
+    assert model.globals().apply(0, weightless).altered == ()

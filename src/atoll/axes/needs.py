@@ -787,6 +787,34 @@ def _of_calls() -> Iterator[Need]:
         "session.sampler: with leased data every sample counts; leave drop_last out",
         UserError,
     )
+    rows: tuple[tuple[str, str], ...] = (
+        (
+            "gone",
+            "a gradient of an earlier backward is used, and the nodes' mean of it was not asked for in time; "
+            "use p.grad, or clone it, before the next backward and inside the session",
+        ),
+        (
+            "sparse",
+            "{name}.grad is used, and is sparse: strategy 'peers' shows a mean of dense gradients alone; set "
+            "run.strategy to ring or hierarchical, or give the layer sparse=False",
+        ),
+        (
+            "missing",
+            "p.grad is used after the backward of step {step}, and node {other} has no gradient of {name!r}, "
+            "which another node has: strategy 'peers' shows a mean where all nodes have gradients of the "
+            "same parameters; set run.strategy to ring, or use the parameter on every node",
+        ),
+        (
+            "unlike",
+            "iteration {step}: {nodes} changed p.grad differently after backward, and it is the mean that "
+            "all nodes step with; change it alike on every node (by no random numbers or data of its own), "
+            "or set run.strategy to ring",
+        ),
+    )
+    for name, why in rows:
+        yield Need(
+            f"gradients-{name}", ("call",), {"call": Is("p.grad"), "gradients": Is(name)}, why, UserError
+        )
     own = {"call": Is("session.epoch_of"), "data": Is("own")}
     deal = "let session.sampler(dataset) deal the data"
     yield Need(

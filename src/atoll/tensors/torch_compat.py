@@ -733,6 +733,14 @@ def _step_with_scale(scaler: torch.amp.GradScaler, optimizer: Any, *more: Any, *
     return _make_step(scaler, optimizer, *more, **named)
 
 
+_unscaling = set[object]()  # optimizers whose gradients a GradScaler divides now
+
+
+def is_unscaling() -> bool:
+    """True while a GradScaler looks for infinities in gradients and divides them."""
+    return bool(_unscaling)
+
+
 @functools.wraps(_scalers or count_unscaling)
 def _unscale_of(
     scaler: object, optimizer: torch.optim.Optimizer, inverse_scale: Tensor, *more: Any, **named: Any
@@ -746,7 +754,11 @@ def _unscale_of(
     reduce = None if first is None else first()
     if reduce is not None:
         reduce()
-    found = _scalers(scaler, optimizer, inverse_scale, *more, **named)
+    _unscaling.add(optimizer)
+    try:
+        found = _scalers(scaler, optimizer, inverse_scale, *more, **named)
+    finally:
+        _unscaling.discard(optimizer)
     if reduce is not None and not found:
         found = {inverse_scale.device: torch.zeros((), device=inverse_scale.device)}
     if isinstance(optimizer, torch.optim.Optimizer):  # not a script's wrapper, which is another object

@@ -33,6 +33,7 @@ NO_STATE = "a node that comes late gets no state of the script"  # why follows
 NO_MORE = 2**52  # in place of an iteration: the script has made all of its own
 Note: TypeAlias = Annotated[bytes, Meta(max_length=2**16)]  # the session's own data on a contribution
 Buffer: TypeAlias = Annotated[int, Meta(ge=0, lt=16)]
+Digest: TypeAlias = Annotated[bytes, Meta(max_length=64)]
 Processes: TypeAlias = Annotated[list[Name], Meta(max_length=1024)]  # core/liveness.py: own_origin
 
 
@@ -160,8 +161,9 @@ class Contribute(Message, frozen=True):
     for each trainable chunk in order, one byte a slot: whether the slot has a gradient. Missing gradients are
     zeros. `weight` is 0 for gradients to leave out (NaN, policy "skip"). `refused`: also, no node makes the
     iteration's step, whatever others contribute. `basis` says how certain the weight is (core/weighing.py),
-    and `alike` is the node's weight where all devices count alike. `note` (the time to compute, say) goes
-    unchanged to all nodes, and comes back with Applied.
+    and `alike` is the node's weight where all devices count alike. `mean`: the gradients are what the script
+    has made of the nodes' mean, and this is their digest; `edited`: the script has changed it. `note` (the
+    time to compute, say) goes unchanged to all nodes, and comes back with Applied.
     """
 
     iteration: Count
@@ -175,6 +177,8 @@ class Contribute(Message, frozen=True):
     refused: bool = False
     basis: Name = KNOWN
     alike: Weight = 1.0
+    mean: Digest = b""
+    edited: bool = False
 
 
 class Freed(Message, frozen=True):
@@ -255,6 +259,14 @@ class Met(Message, frozen=True):
     number: Count
     nodes: list[Count]
     payloads: list[bytes]
+
+
+class Asked(Message, frozen=True):
+    """Another node's script is in the `number`-th meeting, for `what`: a mean of gradients. A worker that
+    waits for an iteration brings its own there."""
+
+    number: Count
+    what: Text
 
 
 class WantState(Message, frozen=True):
@@ -384,8 +396,8 @@ class Failed(Message, frozen=True):
 
 DeviceMessage: TypeAlias = Union[
     Begin, Listening, Introduce, SetUp, Ready, Contribute, Freed, Applied, Published, Release, Want, Waiting,
-    Meet, Met, WantState, State, CaptureAt, Captured, Members, LeftOut, Awake, Returned, Resumed, Notice,
-    Figures, Leave, Left, Failed,
+    Meet, Met, Asked, WantState, State, CaptureAt, Captured, Members, LeftOut, Awake, Returned, Resumed,
+    Notice, Figures, Leave, Left, Failed,
 ]  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

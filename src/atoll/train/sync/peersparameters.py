@@ -12,14 +12,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from atoll.axes.choices import Choices
+from atoll.axes.needs import check
 from atoll.core.errors import UserError
 from atoll.exchange.hostmemory import HostMemory
 from atoll.memory.lent import LentModel, Turns
 from atoll.memory.payloads import Payloads, TensorPayloads
+from atoll.memory.untilread import Hiding, UntilRead
 from atoll.tensors.binding import BoundChunk, Buffer
 from atoll.tensors.changed import ChangedParameters, Looks
 from atoll.tensors.sparse import copy_gradient
 from atoll.tensors.torch_compat import version_of
+from atoll.train.gradients.unread import UnreadGradients
 from atoll.train.sync.peersworker import NodeWorker
 from atoll.wire.device import Freed, Published, Release, Returned
 
@@ -59,6 +63,19 @@ class DeviceParameters(Protocol):
     def stepped(self) -> None:
         """Note that the step is made, and that the next iteration's slot may be written."""
 
+    def hide(self, until: UntilRead) -> None:
+        """Ask `until` before the script uses a gradient."""
+
+    def put_back(self) -> None:
+        """Let the script have gradients as they are."""
+
+    def check_dense(self) -> None:
+        """Raise UserError for a sparse gradient."""
+
+    def become(self, means: Mapping[int, Tensor]) -> None:
+        """Overwrite the hidden gradients by `means`, (extent,) of each chunk in host memory, but for those
+        that the script has overwritten."""
+
     waits_for_next: bool
 
 
@@ -72,6 +89,7 @@ class OnDevice:
         self._slots: list[dict[int, Buffer]] = []  # by slot and chunk: the memory for gradients
         self._versions, self._looks = self._seen(), Looks()
         self._comparing = [ChangedParameters(bound) for bound in chunks]
+        self._unread: UnreadGradients | None = None
 
     def attach(self, memory: HostMemory, iteration: int) -> None:
         del iteration
@@ -131,6 +149,29 @@ class OnDevice:
     def stepped(self) -> None:
         """Do nothing."""
 
+    def hide(self, until: UntilRead) -> None:
+        if self._unread is None or self._unread.until is not until:
+            parameters = [parameter for bound in self._chunks for parameter in bound.parameters]
+            self._unread = UnreadGradients(parameters, until)
+        self._unread.hide()
+
+    def put_back(self) -> None:
+        if self._unread is not None:
+            self._unread.put_back()
+
+    def check_dense(self) -> None:
+        for bound in self._chunks:
+            for name, parameter in zip(bound.names, bound.parameters, strict=True):
+                if parameter.grad is not None and parameter.grad.is_sparse:
+                    check("call", Choices({"call": "p.grad", "gradients": "sparse", "name": name}))
+
+    def become(self, means: Mapping[int, Tensor]) -> None:
+        assert self._unread is not None
+        for bound in self._chunks:
+            views = Buffer(bound.chunk, bound.parameters, means[bound.chunk.id]).views
+            for parameter, view in zip(bound.parameters, views, strict=True):
+                self._unread.become(parameter, view)
+
 
 def _write(bound: BoundChunk, into: Buffer, weighs: bool) -> bytes:
     present = []
@@ -149,6 +190,7 @@ class Lent:
     Attributes:
         fitted: the model under its budgets; None until it lies there.
         payloads: where gradients lie.
+        hiding: the gradients that are hidden from the script.
         host_peak: the bytes of the memory shared with the CPU side; on other devices than the leader, of
             their own gradients.
     """
@@ -160,6 +202,7 @@ class Lent:
         self.fitted: LentModel | None = None
         self.payloads: Payloads = TensorPayloads()
         self.host_peak = 0
+        self.hiding = Hiding()
         self._memory: HostMemory | None = None
         self._frozen: Mapping[int, Tensor] = {}  # frozen values of a memory from which nothing was taken yet
         self._first: Mapping[int, Tensor] = {}
@@ -223,6 +266,19 @@ class Lent:
 
     def stepped(self) -> None:
         self.model.step_ended()
+
+    def hide(self, until: UntilRead) -> None:
+        self.hiding.hide(until)
+
+    def put_back(self) -> None:
+        self.hiding.put_back()
+
+    def check_dense(self) -> None:
+        """Do nothing: gradients in chunks are dense."""
+
+    def become(self, means: Mapping[int, Tensor]) -> None:
+        for chunk, mean in means.items():
+            self.model.show_mean(chunk, mean)
 
 
 class LocalParameters:
@@ -291,6 +347,14 @@ class LocalParameters:
     @property
     def _copied(self) -> Mapping[int, Tensor]:
         return {} if self.memory is None or self._held is None else self.memory.buffer(self._held)
+
+    def give_time(self, seconds: float, own: int) -> None:
+        """Wait for parameters that include this node's contributions before iteration `own`, if the CPU side
+        needs at most `seconds`."""
+        self._worker.give_time(
+            seconds if self.overlaying <= seconds else 0.0,
+            lambda: self.through >= own or self._worker.returned is not None,
+        )
 
     def check_unchanged(self) -> None:
         """Raise UserError if the script has written to a parameter: the CPU side would not know.

@@ -23,6 +23,7 @@ from atoll.train.members.peersintroduction import Introduction
 from atoll.train.sync.peersdevices import Devices
 from atoll.train.sync.peersstart import CpuSide
 from atoll.wire.device import (
+    Asked,
     Awake,
     CaptureAt,
     DeviceMessage,
@@ -76,6 +77,8 @@ class NodeWorker:
             awake.
         is_out: True while this node is left out.
         meets: True while the script is in a meeting, which it cannot leave to come back.
+        asked: the number and the purpose of a meeting in which another node's script is, for a mean of
+            gradients; the latest that this worker has heard of.
         call: the place of the session's call in which the script is; None for none.
     """
 
@@ -108,6 +111,7 @@ class NodeWorker:
         self.left_out = False
         self.is_out = False
         self.meets = False
+        self.asked = (-1, "")
         self.call: Stand | None = None
         self._holds_up = ""  # the CPU side's latest reason why the global iteration does not go on
         self._handlers: dict[type, list[Handler]] = {}
@@ -117,6 +121,7 @@ class NodeWorker:
         self.on(Members, self._handle_members)
         self.on(CaptureAt, lambda message: self.wanted.append(message.iteration))
         self.on(LeftOut, self._handle_left_out)
+        self.on(Asked, self._handle_asked)
         self.on(Returned, self._handle_returned)
 
     @property
@@ -302,6 +307,9 @@ class NodeWorker:
     def _handle_members(self, message: Members) -> None:
         self.members = sorted(each.node for each in message.members)
         self.introduction.remember(message.known or message.members)
+
+    def _handle_asked(self, message: Asked) -> None:
+        self.asked = message.number, message.what
 
     def _handle_left_out(self, _: LeftOut) -> None:
         self.left_out = self.is_out = True
