@@ -9,7 +9,6 @@ see that all nodes made the same of it. A script that uses no gradient meets nob
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -248,10 +247,22 @@ class ReadMean:
 
     @torch.no_grad()
     def answer(self) -> None:
-        """Bring this node's gradients to the meeting of another node's script."""
-        if (brought := self._asked) is not None:
-            with contextlib.suppress(GivenUpError):  # the others go on without this node: it hears so next
-                self._nodes.of(brought, self._slot(brought.iteration) if self._leads else {})
+        """Bring this node's gradients to the meeting of another node's script.
+
+        The mean is shown here too: there is no other meeting for it when this node's script uses a gradient.
+        """
+        brought, until = self._asked, self._until
+        if brought is None:
+            return
+        try:
+            means = self._nodes.of(brought, self._slot(brought.iteration) if self._leads else {})
+        except GivenUpError:
+            return  # the others go on without this node: it hears so next
+        if brought is self._brought and until is not None and until.waits:
+            until.end()
+            if means:
+                self._place.become(means)
+                self._clip_means()
 
     def _weigh(self, flats: Mapping[int, Tensor]) -> None:
         """Leave this node out of the mean if a GradScaler has found an overflow in its gradients: then its
@@ -289,6 +300,10 @@ class ReadMean:
             if self._leads:
                 present = self._place.write(iteration, True)
                 self._digest = _digest(present, self._slot(iteration))
+        self._clip_means()
+
+    def _clip_means(self) -> None:
+        """Clip the means in `p.grad` if the script has asked for it."""
         if self._clip is not None:
             torch.nn.utils.clip_grad_norm_(self._nodes.parameters, self._clip.max_norm, self._clip.norm_type)
 
