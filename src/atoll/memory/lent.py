@@ -172,9 +172,11 @@ class LentSlot(GradientSlot):
 
     _chunk: LentGradients
 
-    def lend(self, *, overwrites: bool = False) -> AbstractContextManager[Tensor]:
+    @contextmanager
+    def lend(self, *, overwrites: bool = False) -> Iterator[Tensor]:
         self._chunk.hiding.use(self._chunk.trained.chunk.id, self._index, overwrites=overwrites)
-        return super().lend(overwrites=overwrites)
+        with super().lend(overwrites=overwrites) as gradient:
+            yield gradient
 
     def leave(self) -> None:
         chunk, proxy = self._chunk, self.proxy() if self.proxy is not None else None
