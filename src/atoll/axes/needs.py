@@ -806,9 +806,19 @@ def _of_calls() -> Iterator[Need]:
         ),
         (
             "unlike",
-            "iteration {step}: {nodes} changed p.grad differently after backward, and it is the mean that "
-            "all nodes step with; change it alike on every node (by no random numbers or data of its own), "
-            "or set run.strategy to ring",
+            "p.grad is used, and the nodes' gradients are of unlike backwards: node {node} {one}; node "
+            "{other} {its}; use p.grad after the same backward on every node, or on none",
+        ),
+        (
+            "alone",
+            "p.grad is used only after optimizer.step(), and not on every node: node {node} {one}; node "
+            "{other} {its}; use it before optimizer.step(), or on every node",
+        ),
+        (
+            "late",
+            "a backward of step {step} ends after another node's script has used the mean of its gradients, "
+            "from which this node's are missing; make the backward before the call (session.reduce, say) in "
+            "which the others' gradients came, as they do",
         ),
     )
     for name, why in rows:

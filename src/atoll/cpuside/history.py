@@ -7,8 +7,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from atoll.axes.choices import Choices
-from atoll.axes.needs import error_of
 from atoll.core.errors import RunError
 from atoll.core.hyperparameters import SCHEDULED, difference_line
 from atoll.core.weighing import told_unlike
@@ -80,7 +78,7 @@ class History:
                 parts=parts,
                 digest=digest,
                 skipped=skipped,
-                unlike=self._parted(iteration + shift, outcome) or _altered(iteration + shift, outcome),
+                unlike=self._parted(iteration + shift, outcome),
                 consumed=self.consumed + sum(part.samples for part in parts),
             )
         )
@@ -126,12 +124,3 @@ class History:
                 f"node {own} differ ({digest.hex()} and {known.hex()}): their processors or "
                 "their PyTorch do not compute alike"
             )
-
-
-def _altered(iteration: int, outcome: IterationOutcome) -> str:
-    """Return the line on two nodes whose scripts have changed the mean differently, or ""."""
-    if not outcome.altered:
-        return ""
-    nodes = " and ".join(f"node {node}" for node in outcome.altered)
-    facts = {"call": "p.grad", "gradients": "unlike", "step": iteration, "nodes": nodes}
-    return str(error_of("call", Choices(facts)))

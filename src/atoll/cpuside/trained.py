@@ -117,7 +117,7 @@ class Trained:
             note=given.note,
             refused=given.refused,
             mean=given.mean,
-            edited=given.edited,
+            clipped=given.clipped,
         )
         if reason := self.assembly.why_not(about, None):
             raise UserError(f"the worker's contribution to iteration {given.iteration} has {reason}")
@@ -200,7 +200,7 @@ class Trained:
             clip=about.clip,
             refused=about.refused,
             mean=about.mean,
-            edited=about.edited,
+            clipped=about.clipped,
         )
 
     def apply(self, iteration: int, contributions: Sequence[steps.Contribution]) -> steps.IterationOutcome:

@@ -47,8 +47,8 @@ class Contribution:
         refused: True if no node makes a step of the iteration, whatever others contribute.
         basis: how certain `weight` is (core/weighing.py).
         alike: the weight if all devices count alike.
-        mean: the digest of the gradients, if they are what a script has made of the nodes' mean.
-        edited: True if the script has changed that mean.
+        mean: True if the gradients are what the script has made of the nodes' mean.
+        clipped: True if the gradients are clipped by `clip` already.
     """
 
     node: int
@@ -62,8 +62,8 @@ class Contribution:
     refused: bool = False
     basis: str = KNOWN
     alike: float = 1.0
-    mean: bytes = b""
-    edited: bool = False
+    mean: bool = False
+    clipped: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,6 @@ class IterationOutcome:
         first: the node whose hyperparameters counted; -1 for none.
         wrong: for each node whose contribution was left out as invalid, the reason.
         parted: for each node of `unlike` with other hyperparameters, the first difference.
-        altered: two nodes whose scripts have made different gradients of the nodes' mean; empty if there are
-            none.
     """
 
     iteration: int
@@ -90,7 +88,6 @@ class IterationOutcome:
     first: int = -1
     wrong: Mapping[int, str] = field(default_factory=dict)
     parted: Mapping[int, Difference] = field(default_factory=dict)
-    altered: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -254,9 +251,7 @@ class GlobalParameters:
         self._norms = {t: norm for t, norm in self._norms.items() if t >= self.iteration}
         norm = None if step is None or step.norm is None else float(step.norm)
         unlike, parted = _unlike(taken), _parted(taken)
-        return IterationOutcome(
-            iteration, step is not None, norm, unlike, self.digest, first, wrong, parted, _altered(taken)
-        )
+        return IterationOutcome(iteration, step is not None, norm, unlike, self.digest, first, wrong, parted)
 
     def _wrong(self, contributions: Sequence[Contribution]) -> dict[int, str]:
         """Return the reason for each node whose weight or hyperparameters no step would take.
@@ -289,7 +284,7 @@ class GlobalParameters:
         counted = [each for each in contributions if each.weight > 0]
         if not counted or any(each.refused for each in contributions):
             return None
-        # Of an iteration whose mean the scripts have used, each contribution is that mean already.
+        # If scripts have used the mean, the step is of what they made of it: own gradients are in that mean.
         counted = [each for each in counted if each.mean] or counted
         first, certain = _first(contributions), are_certain(counted)
         weights = [weight_of(each, certain) for each in counted]
@@ -298,7 +293,7 @@ class GlobalParameters:
         whose = tuple((each.node, each.incarnation) for each in contributions)
         shares = [weight / total for weight in weights]
         step = PreparedStep(iteration, whose, counted, shares, settings, None, None)
-        if first.clip is None:
+        if first.clip is None or all(each.clipped for each in counted):
             return step
         known = self._norms.get(iteration)
         if known is None or known.whose != whose:
@@ -414,21 +409,6 @@ def _unlike(contributions: Sequence[Contribution]) -> dict[int, str]:
         if others:
             found[each.node] = " and ".join(others)
     return found
-
-
-def _altered(contributions: Sequence[Contribution]) -> tuple[int, ...]:
-    """Return two nodes that contribute different gradients where all contribute what their scripts have made
-    of one mean; empty if there are none.
-
-    A node whose script has not used the mean contributes its own gradients, which are part of the mean.
-    """
-    counted = [each for each in contributions if each.weight > 0]
-    used = [each for each in counted if each.mean]
-    first = next((each for each in used if each.edited), None) or next(iter(used), None)
-    if first is None:
-        return ()
-    others = (each for each in counted if each.mean != first.mean and (each.mean or first.edited))
-    return next(((min(first.node, each.node), max(first.node, each.node)) for each in others), ())
 
 
 def _parted(contributions: Sequence[Contribution]) -> dict[int, Difference]:

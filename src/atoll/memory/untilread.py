@@ -18,17 +18,22 @@ from atoll.tensors.torch_compat import is_unscaling, is_within_backward
 class UntilRead:
     """One reduction's gradients, until the script uses one of them or makes another backward.
 
-    `read()` makes them the mean, and calls `end`.
+    `read()` makes them the mean, and calls `end`. None: the mean cannot be had any more.
     """
 
-    def __init__(self, read: Callable[[], None]) -> None:
-        self._read: Callable[[], None] | None = read
-        self._is_gone = False
+    def __init__(self, read: Callable[[], None] | None) -> None:
+        self._read = read
+        self._is_gone = read is None
 
     @property
     def waits(self) -> bool:
         """True if no gradient was used yet, and the mean may still be had."""
         return self._read is not None
+
+    @property
+    def is_over(self) -> bool:
+        """True if gradients may be used as they are."""
+        return self._read is None and not self._is_gone
 
     def use(self) -> None:
         """Let the gradients become the mean, unless they are by now.
@@ -63,11 +68,14 @@ class Hiding:
         self._is_hiding = False
         self._overwritten: set[tuple[int, int]] = set()  # (chunk, slot) of gradients overwritten unread
 
-    def hide(self, until: UntilRead) -> None:
+    def begin(self, until: UntilRead) -> None:
         """Hide the gradients of a reduction."""
-        if until is not self._until:
-            self._until = until
-            self._overwritten.clear()
+        self._until = until
+        self._overwritten.clear()
+        self._is_hiding = True
+
+    def hide(self) -> None:
+        """Hide gradients again after `put_back`."""
         self._is_hiding = True
 
     def put_back(self) -> None:
@@ -86,7 +94,8 @@ class Hiding:
     def use(self, chunk: int, slot: int, *, overwrites: bool = False) -> None:
         """Let gradients become the mean before the script uses one of them; `overwrites`: it does not read
         it."""
-        if self.hides(chunk, slot):
+        hidden = self._is_hiding and self._until is not None and not self._until.is_over
+        if hidden and self.may_become(chunk, slot):
             assert self._until is not None
             if overwrites:
                 self._overwritten.add((chunk, slot))

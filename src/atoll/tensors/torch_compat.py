@@ -22,7 +22,7 @@ from datetime import timedelta
 from operator import attrgetter
 from types import FrameType
 from typing import Any, Protocol, TypeVar
-from weakref import WeakKeyDictionary, WeakMethod
+from weakref import ReferenceType, WeakKeyDictionary, WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
@@ -638,6 +638,7 @@ _FIRST: WeakKeyDictionary[torch.optim.Optimizer, WeakMethod[Callable[[], None]]]
 _HAS_BATCH: WeakKeyDictionary[torch.optim.Optimizer, WeakMethod[Callable[[], bool]]] = WeakKeyDictionary()
 _unscale_gradients: Any = torch.amp.GradScaler.unscale_
 _make_step: Any = torch.amp.GradScaler.step
+_scale_outputs: Any = torch.amp.GradScaler.scale
 
 
 def leave_scaling_to(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
@@ -701,6 +702,7 @@ def count_unscaling() -> None:
     for name, original, replaced in (
         ("unscale_", _unscale_gradients, _unscale_with_scale),
         ("step", _make_step, _step_with_scale),
+        ("scale", _scale_outputs, _scale_noted),
     ):
         if getattr(torch.amp.GradScaler, name) is original:
             setattr(torch.amp.GradScaler, name, replaced)
@@ -731,6 +733,28 @@ def _unscale_with_scale(scaler: torch.amp.GradScaler, optimizer: Any, *more: Any
 def _step_with_scale(scaler: torch.amp.GradScaler, optimizer: Any, *more: Any, **named: Any) -> Any:
     _begin_scale(scaler, optimizer)
     return _make_step(scaler, optimizer, *more, **named)
+
+
+_scaled: list[ReferenceType[torch.amp.GradScaler]] = []  # the latest scaler that has scaled a loss
+
+
+@functools.wraps(_scale_outputs)
+def _scale_noted(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
+    _scaled[:] = [ref(scaler)]
+    return _scale_outputs(scaler, outputs)
+
+
+def latest_scale() -> Callable[[], float] | None:
+    """Return a function that reads the scale of the GradScaler that has scaled a loss since the last call;
+    None if none has. Heard by a patch of the public `GradScaler.scale` (`count_unscaling`)."""
+    latest = [*_scaled]
+    _scaled.clear()
+
+    def read() -> float:
+        scaler = latest[0]()
+        return 1.0 if scaler is None else float(scaler.get_scale()) or 1.0
+
+    return read if latest else None
 
 
 _unscaling = set[object]()  # optimizers whose gradients a GradScaler divides now

@@ -33,7 +33,6 @@ NO_STATE = "a node that comes late gets no state of the script"  # why follows
 NO_MORE = 2**52  # in place of an iteration: the script has made all of its own
 Note: TypeAlias = Annotated[bytes, Meta(max_length=2**16)]  # the session's own data on a contribution
 Buffer: TypeAlias = Annotated[int, Meta(ge=0, lt=16)]
-Digest: TypeAlias = Annotated[bytes, Meta(max_length=64)]
 Processes: TypeAlias = Annotated[list[Name], Meta(max_length=1024)]  # core/liveness.py: own_origin
 
 
@@ -162,8 +161,8 @@ class Contribute(Message, frozen=True):
     zeros. `weight` is 0 for gradients to leave out (NaN, policy "skip"). `refused`: also, no node makes the
     iteration's step, whatever others contribute. `basis` says how certain the weight is (core/weighing.py),
     and `alike` is the node's weight where all devices count alike. `mean`: the gradients are what the script
-    has made of the nodes' mean, and this is their digest; `edited`: the script has changed it. `note` (the
-    time to compute, say) goes unchanged to all nodes, and comes back with Applied.
+    has made of the nodes' mean; `clipped`: they are clipped by `clip` already. `note` (the time to compute,
+    say) goes unchanged to all nodes, and comes back with Applied.
     """
 
     iteration: Count
@@ -177,8 +176,8 @@ class Contribute(Message, frozen=True):
     refused: bool = False
     basis: Name = KNOWN
     alike: Weight = 1.0
-    mean: Digest = b""
-    edited: bool = False
+    mean: bool = False
+    clipped: bool = False
 
 
 class Freed(Message, frozen=True):
@@ -254,16 +253,21 @@ class Meet(Message, frozen=True):
 
 
 class Met(Message, frozen=True):
-    """All members' parts, in order of node: a value counts everywhere or nowhere."""
+    """All members' parts, in order of node: a value counts everywhere or nowhere.
+
+    `uses` are the nodes that came for a mean of gradients (core/stands.py: USE). Where these are not all, the
+    parts are void: all nodes meet for the mean next, and those that came for something else come again.
+    """
 
     number: Count
     nodes: list[Count]
     payloads: list[bytes]
+    uses: list[Count] = []
 
 
 class Asked(Message, frozen=True):
-    """Another node's script is in the `number`-th meeting, for `what`: a mean of gradients. A worker that
-    waits for an iteration brings its own there."""
+    """Another node's script is in the `number`-th meeting for `what`, a mean of gradients: a worker that
+    waits for an iteration brings its own gradients there."""
 
     number: Count
     what: Text

@@ -26,7 +26,7 @@ from atoll.wire.base import (
     WireError,
     decode_with,
 )
-from atoll.wire.device import Applied, Clip, Digest, Note, Processes
+from atoll.wire.device import Applied, Clip, Note, Processes
 from atoll.wire.peers import Key, NodeReport, PeerMessage, flaw
 from atoll.wire.peerviews import Life
 from atoll.wire.workerstand import WorkerStand, unreadable
@@ -96,8 +96,8 @@ class About(Message, frozen=True):
     refused: bool = False
     basis: Name = KNOWN  # as in Contribute
     alike: Weight = 1.0
-    mean: Digest = b""
-    edited: bool = False
+    mean: bool = False
+    clipped: bool = False
 
 
 class Piece(Message, frozen=True):

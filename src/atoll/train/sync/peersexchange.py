@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.core.decoding import from_msgpack
-from atoll.core.errors import UserError
+from atoll.core.errors import GivenUpError, UserError
 from atoll.core.scriptline import at_script_line, waiting_line
 from atoll.core.stands import Stand, StandError, decode_stand, encode_stand, gradients, gradients_in
 from atoll.exchange.coding import Coding
@@ -205,6 +205,7 @@ class PeerExchange(Reducer):
         self._mean = ReadMean(
             parts.mean, parts.place, self.parameters, self._slots, worker.leads, parts.unscaled
         )
+        worker.uses.on(lambda: self._mean.answer(self.steps))
         self._script = ScriptState(worker, parts.capture)
         self._computing, self._left = 0.0, 0.0  # smoothed seconds between two steps; the end of the last step
         self._clip: Clip | None = None  # the clipping that the script asked of this iteration's mean
@@ -212,6 +213,7 @@ class PeerExchange(Reducer):
         self._refused = False  # True if no node may make this iteration's step
         # True if the gradients' parameters are from before the others went on without this node:
         self._stale = False
+        self._told_of_sparse = False
         self.seconds = 0.0
         self.staleness = 0
 
@@ -252,6 +254,7 @@ class PeerExchange(Reducer):
         if returned is None:
             return
         self._clip = None
+        self._mean.leave()
         self._stale = self._stale or self.reduced  # an earlier backward's gradients are in the sum
         self._worker.send(Resumed(incarnation=returned.incarnation))
         self.begin_at(returned.iteration)
@@ -284,12 +287,26 @@ class PeerExchange(Reducer):
     def _show(self) -> None:
         """Let the script have the gradients of a reduction: the mean, once it uses one, if nodes are at one
         iteration."""
-        if len(self._worker.members) < 2:
-            return
+        several = len(self._worker.members) > 1
         if self._stale_max == 0:
-            self._mean.begin(self.steps, self._weighed)
-        else:
+            if self._mean.is_here:
+                self._clip = None  # what was clipped was the mean of earlier backwards
+            if several:
+                self._tell_of_sparse()
+            self._mean.begin(self.steps, self._weighed, shows=several)
+        elif several:
             self._own_edits.note()
+
+    def _tell_of_sparse(self) -> None:
+        """Tell people once that sparse gradients stay the node's own."""
+        if not self._told_of_sparse and (name := self._place.first_sparse):
+            self._told_of_sparse = True
+            if self._worker.leads and self._worker.node == min(self._worker.members):
+                self._tell(
+                    f"{name}.grad is sparse, and under strategy 'peers' it stays this node's own after "
+                    "backward: the step is of the mean, and what the script reads or changes of it is not; "
+                    "give the layer sparse=False, or set run.strategy to ring, where it uses p.grad"
+                )
 
     def begins_backward(self) -> None:
         self._mean.forget()
@@ -343,9 +360,9 @@ class PeerExchange(Reducer):
 
     def clip(self, by: Clipping) -> Tensor:
         """Clip the mean if it is here. Else let the CPU side do so, and return this node's own norm."""
+        self._clip = Clip(max_norm=float(by.max_norm), norm_type=float(by.norm_type))
         if self._mean.is_here:
             return super().clip(by)
-        self._clip = Clip(max_norm=float(by.max_norm), norm_type=float(by.norm_type))
         self._mean.clips(self._clip)
         with self._mean.plain():
             return by.measure()
@@ -408,7 +425,7 @@ class PeerExchange(Reducer):
                 self._worker.send(Want(iteration=iteration, least=least, stand=stand))
                 self._worker.wait(
                     lambda: (
-                        parameters.at >= least or self._worker.returned is not None or self._mean.is_asked
+                        parameters.at >= least or self._worker.returned is not None or self._mean.is_asked()
                     ),
                     lambda: (
                         f"{why}the global iteration to be {least}, before iteration {iteration}; "
@@ -417,13 +434,21 @@ class PeerExchange(Reducer):
                 )
                 is_over = parameters.at >= least or self._worker.returned is not None
                 if not is_over:
-                    self._mean.answer()
+                    self._answer()
         if takes and self._worker.returned is None:
             parameters.take_newest()
 
     def epochs_mixed(self, line: str) -> None:
         """Pass on a warning about batches of different epochs."""
         self._calls.epochs_mixed(line)
+
+    def _answer(self) -> None:
+        """Bring this node's gradients to another one's script while this one waits, unless it is left out."""
+        try:
+            self._mean.answer(self.steps)
+        except GivenUpError:
+            if self._worker.returned is None and not self._worker.is_out:
+                raise
 
     def end(self, where: str) -> None:
         """Return when all iterations are applied, as the session ends at `where`. From now on any time is a
@@ -441,11 +466,10 @@ class PeerExchange(Reducer):
         assert memory is not None
         self._slots.await_free(self.steps, memory.plan.slots)
         if self._worker.returned is not None or not self._worker.leads:
-            self._mean.contributed(accepted=accepted)
+            self._mean.contributed([], accepted=accepted)
             self._place.begin(self.steps + 1)
             return
         present = self._place.write(self.steps, own.weight > 0)
-        altered = self._mean.altered(self.steps, present)
         self._worker.send(
             Contribute(
                 iteration=self.steps,
@@ -456,14 +480,14 @@ class PeerExchange(Reducer):
                 alike=own.alike,
                 present=present,
                 hyperparameters=hyperparameters,
-                clip=None if self._mean.is_here else self._clip,  # else it is clipped
-                mean=altered.digest,
-                edited=altered.edited,
+                clip=self._clip,
+                mean=self._mean.is_here,
+                clipped=self._mean.is_here and self._clip is not None,
                 note=msgspec.msgpack.encode(note),
                 refused=self._refused,
             )
         )
-        self._mean.contributed(accepted=accepted)
+        self._mean.contributed(present, accepted=accepted)
         sent_to = max(0, len(self._worker.members) - 1)
         coding = self._coding
         self.bytes_sent += sent_to * sum(coding.size(run.numel, run.dtype) for run in memory.plan.trained)

@@ -10,10 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from atoll.axes.choices import Choices
-from atoll.axes.needs import check
 from atoll.core.errors import UserError
 from atoll.exchange.hostmemory import HostMemory
 from atoll.memory.lent import LentModel, Turns
@@ -63,18 +61,22 @@ class DeviceParameters(Protocol):
     def stepped(self) -> None:
         """Note that the step is made, and that the next iteration's slot may be written."""
 
-    def hide(self, until: UntilRead) -> None:
-        """Ask `until` before the script uses a gradient."""
+    def begin_hiding(self, until: UntilRead) -> None:
+        """Ask `until` before the script uses one of the gradients that are there now."""
 
     def put_back(self) -> None:
         """Let the script have gradients as they are."""
 
-    def check_dense(self) -> None:
-        """Raise UserError for a sparse gradient."""
+    def hide(self) -> None:
+        """Hide gradients again after `put_back`."""
+
+    @property
+    def first_sparse(self) -> str:
+        """The first parameter with a sparse gradient, which cannot be hidden; "" for none."""
 
     def become(self, means: Mapping[int, Tensor]) -> None:
-        """Overwrite the hidden gradients by `means`, (extent,) of each chunk in host memory, but for those
-        that the script has overwritten."""
+        """Overwrite the gradients that `put_back` has shown by `means`, (extent,) of each chunk in host
+        memory, but for those that the script has overwritten."""
 
     waits_for_next: bool
 
@@ -89,7 +91,7 @@ class OnDevice:
         self._slots: list[dict[int, Buffer]] = []  # by slot and chunk: the memory for gradients
         self._versions, self._looks = self._seen(), Looks()
         self._comparing = [ChangedParameters(bound) for bound in chunks]
-        self._unread: UnreadGradients | None = None
+        self._unread = UnreadGradients([parameter for bound in chunks for parameter in bound.parameters])
 
     def attach(self, memory: HostMemory, iteration: int) -> None:
         del iteration
@@ -149,28 +151,30 @@ class OnDevice:
     def stepped(self) -> None:
         """Do nothing."""
 
-    def hide(self, until: UntilRead) -> None:
-        if self._unread is None or self._unread.until is not until:
-            parameters = [parameter for bound in self._chunks for parameter in bound.parameters]
-            self._unread = UnreadGradients(parameters, until)
+    def begin_hiding(self, until: UntilRead) -> None:
+        self._unread.begin(until)
+
+    def hide(self) -> None:
         self._unread.hide()
 
     def put_back(self) -> None:
-        if self._unread is not None:
-            self._unread.put_back()
+        self._unread.put_back()
 
-    def check_dense(self) -> None:
-        for bound in self._chunks:
-            for name, parameter in zip(bound.names, bound.parameters, strict=True):
-                if parameter.grad is not None and parameter.grad.is_sparse:
-                    check("call", Choices({"call": "p.grad", "gradients": "sparse", "name": name}))
+    @property
+    def first_sparse(self) -> str:
+        gradients = ((name, p.grad) for bound in self._chunks for name, p in _named(bound))
+        return next((name for name, gradient in gradients if gradient is not None and gradient.is_sparse), "")
 
     def become(self, means: Mapping[int, Tensor]) -> None:
-        assert self._unread is not None
+        by_parameter: dict[nn.Parameter, Tensor] = {}
         for bound in self._chunks:
             views = Buffer(bound.chunk, bound.parameters, means[bound.chunk.id]).views
-            for parameter, view in zip(bound.parameters, views, strict=True):
-                self._unread.become(parameter, view)
+            by_parameter.update(zip(bound.parameters, views, strict=True))
+        self._unread.become(by_parameter)
+
+
+def _named(bound: BoundChunk) -> Iterator[tuple[str, nn.Parameter]]:
+    return zip(bound.names, bound.parameters, strict=True)
 
 
 def _write(bound: BoundChunk, into: Buffer, weighs: bool) -> bytes:
@@ -267,14 +271,18 @@ class Lent:
     def stepped(self) -> None:
         self.model.step_ended()
 
-    def hide(self, until: UntilRead) -> None:
-        self.hiding.hide(until)
+    def begin_hiding(self, until: UntilRead) -> None:
+        self.hiding.begin(until)
+
+    def hide(self) -> None:
+        self.hiding.hide()
 
     def put_back(self) -> None:
         self.hiding.put_back()
 
-    def check_dense(self) -> None:
-        """Do nothing: gradients in chunks are dense."""
+    @property
+    def first_sparse(self) -> str:
+        return ""  # gradients in chunks are dense
 
     def become(self, means: Mapping[int, Tensor]) -> None:
         for chunk, mean in means.items():
