@@ -218,25 +218,65 @@ def test_gradients_of_nodes_of_two_devices_are_plain_pytorch_s(pool: WorkerPool)
     check(run_with(pool, config, train, world=4))
 
 
+def between_nothing(loop: Loop) -> None:
+    del loop
+
+
+def between_reduce(loop: Loop) -> None:
+    if loop.session is not None:
+        assert loop.session.reduce(float(loop.session.rank), "sum") == 1.0
+
+
+def between_gather(loop: Loop) -> None:
+    if loop.session is not None:
+        large = torch.full((2**20,), float(loop.session.rank))  # of several meetings
+        found = loop.session.gather(large)
+        assert [float(each.sum()) for each in found] == [0.0, 2.0**20]
+
+
+def between_barrier(loop: Loop) -> None:
+    if loop.session is not None:
+        loop.session.barrier()
+
+
+def between_state(loop: Loop) -> None:
+    loop.optimizer.state_dict()
+
+
+def between_clip(loop: Loop) -> None:
+    """Both nodes clip, and one of them has read the mean before."""
+    if loop.session is not None:
+        loop.session.clip_grad_norm_(0.01)
+    else:
+        loop.clip(0.01)
+
+
+BETWEEN = (
+    between_nothing, between_reduce, between_gather, between_barrier, between_state, between_clip,
+    between_nothing,
+)  # fmt: skip
+
+
 def one_reads(session: atoll.Session | None) -> list[list[Tensor]]:
-    """Worker 0 alone reads gradients, before a step and after one; worker 1 has no batch in step 2, which all
-    clip."""
+    """Worker 0 alone reads gradients before a step, and then both make the same call. Worker 1 has no batch
+    in the last step, which all clip."""
     loop, found = Loop(session), []
     reads = session is None or session.rank == 0
-    for loop.step in range(4):
+    for loop.step, between in enumerate(BETWEEN):
         loop.number, loop.seen = 0, []
-        if loop.step != 2:
+        if loop.step < len(BETWEEN) - 1:
             loop.backward()
-        elif reads:
-            x, y = batch(loop.step, 0)
-            mse_loss(loop.net(x[::2]), y[::2]).backward()
-        if reads and loop.step == 1:
-            loop.seen.append(loop.norm())
-        if loop.step == 2:
+            if reads:
+                loop.seen.append(loop.norm())
+        else:
+            if reads:
+                x, y = batch(loop.step, 0)
+                mse_loss(loop.net(x[::2]), y[::2]).backward()
             loop.clip(0.01)
-        loop.optimizer.step()
-        if reads and loop.step == 0:
+        between(loop)
+        if loop.step == 2:  # the other one comes to the mean as well, which is there by now
             loop.seen.append(loop.norm())
+        loop.optimizer.step()
         loop.optimizer.zero_grad()
         found.append([p.detach().clone() for p in loop.parameters] + loop.seen)
     if session is not None:
@@ -247,10 +287,91 @@ def one_reads(session: atoll.Session | None) -> list[list[Tensor]]:
 @pytest.mark.parametrize("kind", ["peers", "peers tiers"])
 def test_one_worker_may_read_gradients_alone(pool: WorkerPool, kind: str) -> None:
     right = one_reads(None)
-    for worker in run_at(pool, kind, one_reads):
-        for got, expected in zip(worker, right, strict=True):
-            for mine, its in zip(got, expected, strict=False):  # worker 1 reads none
-                assert torch.allclose(mine, its, rtol=1e-9, atol=1e-12)
+    for rank, worker in enumerate(run_at(pool, kind, one_reads)):
+        for step, (got, expected) in enumerate(zip(worker, right, strict=True)):
+            count = len(got)
+            of_both = expected if len(expected) == count else [*expected[:12], *expected[13:]]
+            for mine, its in zip(got, of_both, strict=True):
+                assert torch.allclose(mine, its, rtol=1e-9, atol=1e-12), (rank, step)
+
+
+def unlike_backwards(session: atoll.Session) -> None:
+    """Node 0 uses the mean after the first of two backwards, and node 1 after both."""
+    loop = Loop(session)
+    loop.backward()
+    if session.rank == 0:
+        loop.norm()
+    loop.backward()
+    if session.rank == 1:
+        loop.norm()
+    loop.optimizer.step()
+    session.barrier()
+
+
+def unlike_without_sync(session: atoll.Session) -> None:
+    """Node 1 has begun to accumulate when node 0 uses the mean."""
+    loop = Loop(session)
+    loop.backward()
+    if session.rank == 0:
+        loop.norm()
+    else:
+        with session.no_sync():
+            loop.backward()
+    session.barrier()
+
+
+def other_backward_in_step(session: atoll.Session) -> None:
+    """Node 0 uses the mean after the first of two backwards, and node 1 not at all."""
+    loop = Loop(session)
+    for number in range(2):
+        loop.backward()
+        if session.rank == number == 0:
+            loop.norm()
+    loop.optimizer.step()
+    session.barrier()
+
+
+def too_late(session: atoll.Session) -> None:
+    """Node 1 makes its backward after a call to which node 0 comes with the mean of its own."""
+    loop = Loop(session)
+    if session.rank == 0:
+        loop.backward()
+        loop.norm()
+    session.barrier()
+    if session.rank == 1:
+        loop.backward()
+    loop.optimizer.step()
+    session.barrier()
+
+
+def read_after_the_step_by_one(session: atoll.Session) -> None:
+    loop = Loop(session)
+    loop.backward()
+    loop.optimizer.step()
+    if session.rank == 0:
+        loop.norm()
+    loop.optimizer.zero_grad()
+    loop.backward()
+    loop.optimizer.step()
+    session.barrier()
+
+
+UNLIKE = r"node 0 uses it after 1 backward of step 0 \(test_gradients_used\.py:\d+\); node 1 "
+
+
+@pytest.mark.parametrize(
+    ("script", "line"),
+    [
+        (unlike_backwards, UNLIKE + r"uses it after 2 backwards of step 0 \(test_gradients_used\.py:"),
+        (other_backward_in_step, UNLIKE + r"does not use it, and is after optimizer\.step\(\) of step 0 \("),
+        (unlike_without_sync, UNLIKE + "does not use it, and is after 1 backward and more under no_sync of"),
+        (too_late, "a backward of step 0 ends after another node's script has used the mean"),
+        (read_after_the_step_by_one, "p.grad is used only after optimizer.step\\(\\), and not on every node"),
+    ],
+)
+def test_uses_that_cannot_be_paired_end_in_a_line(pool: WorkerPool, script: Any, line: str) -> None:
+    with pytest.raises(JobFailedError, match=line):
+        run_at(pool, "peers", script)
 
 
 def changes_by_rank(session: atoll.Session) -> list[Tensor]:
@@ -311,3 +432,89 @@ def lacks_one(session: atoll.Session) -> None:
 def test_nodes_with_gradients_of_other_parameters_are_refused(pool: WorkerPool) -> None:
     with pytest.raises(JobFailedError, match=r"node 1 has no gradient of '0\.weight'"):
         run_at(pool, "peers", lacks_one)
+
+
+def scales_differ(session: atoll.Session | None) -> list[list[Tensor]]:
+    """Node 1's scale is half of node 0's, and the script reads and changes gradients before it unscales
+    them."""
+    loop, found = Loop(session), []
+    scale = 1024.0 if session is None or session.rank == 0 else 512.0
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=100)
+    for loop.step in range(3):
+        x, y = batch(loop.step, 0)
+        if session is not None:
+            x, y = x[session.rank :: 2], y[session.rank :: 2]
+        scaler.scale(mse_loss(loop.net(x), y)).backward()
+        for parameter in loop.parameters:
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.5)
+        seen = loop.norm() / scale
+        scaler.unscale_(loop.optimizer)
+        loop.clip(0.01)
+        scaler.step(loop.optimizer)
+        scaler.update()
+        loop.optimizer.zero_grad()
+        found.append([*(p.detach().clone() for p in loop.parameters), seen])
+    return found
+
+
+@pytest.mark.parametrize("kind", ["peers", "peers tiers"])
+def test_gradients_with_unlike_scales_have_one_mean(pool: WorkerPool, kind: str) -> None:
+    right = scales_differ(None)
+    for worker in run_at(pool, kind, scales_differ):
+        for got, expected in zip(worker, right, strict=True):
+            for mine, its in zip(got, expected, strict=True):
+                assert torch.allclose(mine, its, rtol=1e-6, atol=1e-9)
+
+
+def uses_a_dropped_one(session: atoll.Session) -> None:
+    loop = Loop(session)
+    loop.backward()
+    held = loop.parameters[0].grad
+    loop.optimizer.zero_grad()
+    assert held is not None
+    held.norm()
+
+
+@pytest.mark.parametrize("kind", ["peers", "peers tiers"])
+def test_a_gradient_that_was_dropped_unread_is_refused(pool: WorkerPool, kind: str) -> None:
+    with pytest.raises(JobFailedError, match=r"use p\.grad, or clone it, before"):
+        run_at(pool, kind, uses_a_dropped_one)
+
+
+def reads_cached(session: atoll.Session | None) -> list[Tensor]:
+    """The script takes its list of gradients once, and keeps them by zero_grad(set_to_none=False)."""
+    loop, found = Loop(session), []
+    loop.backward()
+    gradients = [p.grad for p in loop.parameters if p.grad is not None]
+    for loop.step in range(1, 4):
+        loop.optimizer.step()
+        loop.optimizer.zero_grad(set_to_none=False)
+        loop.backward()
+        found.append(nn.utils.get_total_norm(gradients))
+    return found
+
+
+def test_gradients_may_be_kept_from_step_to_step(pool: WorkerPool) -> None:
+    right = reads_cached(None)
+    for worker in run_at(pool, "peers", reads_cached):
+        for got, expected in zip(worker, right, strict=True):
+            assert torch.allclose(got, expected, rtol=1e-9, atol=1e-12)
+
+
+def one_device_reads(session: atoll.Session, reader: int) -> None:
+    loop = Loop(session)
+    loop.backward()
+    if session.rank == reader:
+        loop.norm()
+    loop.optimizer.step()
+    session.barrier()
+
+
+@pytest.mark.parametrize("reader", [0, 1])
+def test_a_device_that_reads_alone_is_told_so(pool: WorkerPool, reader: int) -> None:
+    sync = Sync(timeout="60s", stale_max=0)
+    config = Config(run=Run(strategy="peers"), sync=sync, groups=Groups(count=2))
+    line = r"in a use of p\.grad, and worker \d, of its node, in .*use p\.grad on all of a node's workers"
+    with pytest.raises(JobFailedError, match=line):
+        run_with(pool, config, one_device_reads, reader, world=4)
