@@ -178,6 +178,11 @@ class LentSlot(GradientSlot):
         with super().lend(overwrites=overwrites) as gradient:
             yield gradient
 
+    def see(self) -> Tensor:
+        if self._index in self._chunk.graphs:  # then the script gets a plain tensor, whose use is not seen
+            self._chunk.hiding.use(self._chunk.trained.chunk.id, self._index)
+        return super().see()
+
     def leave(self) -> None:
         chunk, proxy = self._chunk, self.proxy() if self.proxy is not None else None
         if proxy is not None and chunk.hiding.hides(chunk.trained.chunk.id, self._index):
