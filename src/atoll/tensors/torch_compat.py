@@ -247,7 +247,8 @@ def hook_first(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> Remov
 # changed tensors, by which Atoll detects a script's writes. Private: `torch.Tensor._version`, 2.8 to 2.13.
 # Public way: none to read it; `torch.autograd.graph.increment_version` raises it.
 version_of: Callable[[Tensor], int] = attrgetter("_version")
-_part("torch.Tensor._version", "version_of")
+_versions: Any = _part("torch.Tensor._version", "version_of", "GET_VERSION")
+GET_VERSION: Any = getattr(_versions, "__get__", None)  # as `__torch_function__` is told of a read
 
 
 @_needs("torch.UntypedStorage._cdata")

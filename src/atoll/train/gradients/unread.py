@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from atoll.memory.proxies import CHEAP, OVERWRITE
 from atoll.memory.untilread import UntilRead, gone
-from atoll.tensors.torch_compat import AsPlainTensors, tree_leaves, tree_map, untraced
+from atoll.tensors.torch_compat import GET_VERSION, AsPlainTensors, tree_leaves, tree_map, untraced
 
-_TENSOR: Any = torch.Tensor  # its getters are no attributes for a type checker
 # Functions that `zero_grad` calls, and that neither read nor change a value.
-_UNREADING = CHEAP | {torch.Tensor.detach_, torch.Tensor.requires_grad_, _TENSOR._version.__get__}
+_UNREADING = CHEAP | {torch.Tensor.detach_, torch.Tensor.requires_grad_, GET_VERSION}
 
 
 class UnreadGradient(torch.Tensor):
