@@ -66,9 +66,16 @@ with atoll.join() as session:
 """
 
 
-def configured(directory: Path) -> dict[str, str]:
+# Uses the gradients' mean before each step.
+CLIPPED = SCRIPT.replace(
+    "        optimizer.step()\n",
+    "        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n        optimizer.step()\n",
+)
+
+
+def configured(directory: Path, more: str = "") -> dict[str, str]:
     path = directory / "peers.toml"
-    path.write_text('[run]\nstrategy = "peers"\nrestarts = 1\n[sync]\ntimeout = "100s"\n')
+    path.write_text(f'[run]\nstrategy = "peers"\nrestarts = 1\n[sync]\ntimeout = "100s"\n{more}')
     return {"ATOLL_CONFIG": str(path)}
 
 
@@ -175,8 +182,13 @@ def test_where_a_majority_dies_the_run_ends_with_a_line_that_says_the_way_out(co
 
 
 @pytest.mark.soak
-def test_one_that_stands_still_is_left_out_and_takes_up_where_the_others_are(command: Command) -> None:
-    launched = command.start(SCRIPT, workers=3, environment=configured(command.directory))
+@pytest.mark.parametrize(
+    ("script", "more"), [(SCRIPT, ""), (CLIPPED, "stale_max = 0\n")], ids=["", "clipped"]
+)
+def test_one_that_stands_still_is_left_out_and_takes_up_where_the_others_are(
+    command: Command, script: str, more: str
+) -> None:
+    launched = command.start(script, workers=3, environment=configured(command.directory, more))
     wait_for(lambda: min(steps(command, node) for node in range(3)) > 8, "the first iterations")
     worker = nodes_of(command)[2]
     stopped = [worker, *worker.children()]

@@ -389,6 +389,7 @@ def test_a_mean_that_a_script_has_clipped_is_not_clipped_again(clipped: bool) ->
 
 def _flats(model: PeerModel, mean: list[torch.Tensor | None], factor: float) -> dict[int, torch.Tensor]:
     filled = [
-        torch.zeros(shape) if each is None else each * factor for each, shape in zip(mean, SHAPES, strict=True)
+        torch.zeros(shape) if each is None else each * factor
+        for each, shape in zip(mean, SHAPES, strict=True)
     ]
     return {chunk.id: model.flat(chunk.id, filled) for chunk in model.layout.trainable}

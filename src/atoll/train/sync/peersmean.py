@@ -274,6 +274,8 @@ class ReadMean:
 
     def close(self) -> None:
         """Refuse every later use of the gradients that are hidden now."""
+        if self._until is not None and self._until.waits:
+            self._place.end_hiding()
         self._drop()
         self._is_closed = True
 

@@ -70,6 +70,10 @@ class DeviceParameters(Protocol):
     def hide(self) -> None:
         """Hide gradients again after `put_back`."""
 
+    def end_hiding(self) -> None:
+        """Let nobody have the gradients that are hidden now: the session ends, and with it the way to their
+        mean."""
+
     @property
     def first_sparse(self) -> str:
         """The first parameter with a sparse gradient, which cannot be hidden; "" for none."""
@@ -156,6 +160,9 @@ class OnDevice:
 
     def hide(self) -> None:
         self._unread.hide()
+
+    def end_hiding(self) -> None:
+        """Do nothing: whoever uses one is told so."""
 
     def put_back(self) -> None:
         self._unread.put_back()
@@ -276,6 +283,12 @@ class Lent:
 
     def hide(self) -> None:
         self.hiding.hide()
+
+    def end_hiding(self) -> None:
+        for bound in self._chunks:
+            for parameter in bound.parameters:
+                parameter.grad = None  # else it would be this node's own from here on
+        self.hiding.put_back()
 
     def put_back(self) -> None:
         self.hiding.put_back()
