@@ -228,6 +228,7 @@ class PeerExchange(Reducer):
     def begin_at(self, iteration: int) -> None:
         """Take the parameters with which `iteration` begins."""
         parameters = self.parameters
+        self._mean.restart()
         self.steps = self._slots.freed = iteration
         # A load of an earlier checkpoint goes back:
         self._worker.at = min(self._worker.at, max(0, iteration - 1))

@@ -290,6 +290,13 @@ class ReadMean:
         self._place.put_back()
         if self._until is not None:
             self._until.end()
+        self._brought = Brought(-1)
+
+    def restart(self) -> None:
+        """Forget this iteration's gradients: another one begins than the next."""
+        self._place.put_back()
+        self._drop()
+        self._brought, self.is_here = Brought(-1), False
 
     @contextmanager
     def plain(self) -> Iterator[None]:
