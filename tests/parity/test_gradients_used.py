@@ -224,14 +224,15 @@ def between_nothing(loop: Loop) -> None:
 
 def between_reduce(loop: Loop) -> None:
     if loop.session is not None:
-        assert loop.session.reduce(float(loop.session.rank), "sum") == 1.0
+        world = loop.session.world
+        assert loop.session.reduce(float(loop.session.rank), "sum") == world * (world - 1) / 2
 
 
 def between_gather(loop: Loop) -> None:
     if loop.session is not None:
         large = torch.full((2**20,), float(loop.session.rank))  # of several meetings
         found = loop.session.gather(large)
-        assert [float(each.sum()) for each in found] == [0.0, 2.0**20]
+        assert [float(each.sum()) for each in found] == [rank * 2.0**20 for rank in range(loop.session.world)]
 
 
 def between_barrier(loop: Loop) -> None:
@@ -257,9 +258,9 @@ BETWEEN = (
 )  # fmt: skip
 
 
-def one_reads(session: atoll.Session | None) -> list[list[Tensor]]:
-    """Worker 0 alone reads gradients before a step, and then both make the same call. Worker 1 has no batch
-    in the last step, which all clip."""
+def one_reads(session: atoll.Session | None, world: int) -> list[list[Tensor]]:
+    """Worker 0 alone reads gradients before a step, and then all make the same call. The others have no
+    batch in the last step, which all clip."""
     loop, found = Loop(session), []
     reads = session is None or session.rank == 0
     for loop.step, between in enumerate(BETWEEN):
@@ -271,10 +272,10 @@ def one_reads(session: atoll.Session | None) -> list[list[Tensor]]:
         else:
             if reads:
                 x, y = batch(loop.step, 0)
-                mse_loss(loop.net(x[::2]), y[::2]).backward()
+                mse_loss(loop.net(x[::world]), y[::world]).backward()
             loop.clip(0.01)
         between(loop)
-        if loop.step == 2:  # the other one comes to the mean as well, which is there by now
+        if loop.step == 2:  # the others come to the mean as well, which is there by now
             loop.seen.append(loop.norm())
         loop.optimizer.step()
         loop.optimizer.zero_grad()
@@ -284,10 +285,11 @@ def one_reads(session: atoll.Session | None) -> list[list[Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["peers", "peers tiers"])
-def test_one_worker_may_read_gradients_alone(pool: WorkerPool, kind: str) -> None:
-    right = one_reads(None)
-    for rank, worker in enumerate(run_at(pool, kind, one_reads)):
+@pytest.mark.parametrize(("kind", "world"), [("peers", 2), ("peers", 3), ("peers tiers", 2)])
+def test_one_worker_may_read_gradients_alone(pool: WorkerPool, kind: str, world: int) -> None:
+    """Three nodes have unlike weights: 3, 3 and 2 samples."""
+    right = one_reads(None, world)
+    for rank, worker in enumerate(run_at(pool, kind, one_reads, world, world=world)):
         for step, (got, expected) in enumerate(zip(worker, right, strict=True)):
             count = len(got)
             of_both = expected if len(expected) == count else [*expected[:12], *expected[13:]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from atoll.core.points import reach
-from atoll.core.stands import USE
+from atoll.core.stands import USE_OF
 from atoll.cpuside.acting import Acting
 from atoll.cpuside.comingin import ComingIn
 from atoll.cpuside.giving import Giving
@@ -108,7 +108,7 @@ class Hearing:
         elif key.stream == "meetings" and key not in self._meetings and stage.wants(key):
             self._meetings.keep(key, message.what, bytes(payload or b""), message.since, message.stand)
             self._acting.do(stage.introduced.handle_part(time.monotonic(), key, message.since))
-            if message.what.startswith(USE):
+            if message.what.startswith(USE_OF):
                 self._telling.send(d.Asked(number=key.number, what=message.what))
 
 

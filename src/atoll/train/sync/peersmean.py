@@ -23,7 +23,7 @@ from atoll.chunks import Chunk
 from atoll.core.decoding import from_msgpack
 from atoll.core.errors import GivenUpError
 from atoll.core.scriptline import at_script_line, waiting_line
-from atoll.core.stands import USE
+from atoll.core.stands import USE, USE_OF
 from atoll.core.weighing import KNOWN, are_certain, beyond, weight_of
 from atoll.memory.untilread import UntilRead
 from atoll.tensors.binding import BoundChunk
@@ -100,7 +100,7 @@ class NodesMean:
     def is_asked(self, own: Brought) -> bool:
         """True if another node's script waits, in the meeting that comes next here, for `own` gradients."""
         asked = self._node.uses.asked
-        if asked.number != self._node.next_meeting or not asked.what.startswith(USE):
+        if asked.number != self._node.next_meeting or not asked.what:
             return False
         what = asked.what.removesuffix(_STEPPED)
         word = what.rpartition(" ")[2]
@@ -163,7 +163,8 @@ class NodesMean:
 
     def _gather(self, payload: bytes, own: Brought) -> dict[int, bytes]:
         """Return the bytes of each node's leader, by node, in order."""
-        what = f"{USE} of iteration {own.iteration}{_STEPPED if own.stepped else ''}"
+        used = f"{USE_OF} {own.iteration}{_STEPPED if own.stepped else ''}"
+        what = used if own.uses else f"{USE} on another node"
         found = self._workers.gather_bytes(payload if self._node.leads else b"", what)
         introduction = self._node.introduction
         by_rank = zip(self._workers.ranks, found, strict=True)
