@@ -207,9 +207,9 @@ def check(found: list[Any]) -> None:
                     assert torch.allclose(got, expected, rtol=1e-9, atol=1e-12), where
 
 
-@pytest.mark.parametrize("kind", ["ring", "peers", "peers tiers"])
-def test_gradients_are_plain_pytorch_s(pool: WorkerPool, kind: str) -> None:
-    check(run_at(pool, kind, train))
+@pytest.mark.parametrize(("kind", "world"), [("ring", 2), ("peers", 2), ("peers", 3), ("peers tiers", 2)])
+def test_gradients_are_plain_pytorch_s(pool: WorkerPool, kind: str, world: int) -> None:
+    check(run_at(pool, kind, train, world=world))
 
 
 def test_gradients_of_nodes_of_two_devices_are_plain_pytorch_s(pool: WorkerPool) -> None:
