@@ -376,6 +376,66 @@ def test_uses_that_cannot_be_paired_end_in_a_line(pool: WorkerPool, script: Any,
         run_at(pool, "peers", script)
 
 
+ALONE = (1, 2, 4)  # steps in which worker 0 alone has a batch
+
+
+def logs_after_steps(
+    session: atoll.Session | None, steps: tuple[int, ...], reduces: str
+) -> list[list[tuple[str, Tensor]]]:
+    """All log the norm after some `steps`, of gradients that some workers do not have, and those go on."""
+    loop, found = Loop(session), []
+    world, rank = (1, 0) if session is None else (session.world, session.rank)
+    for loop.step in range(6):
+        if session is not None and reduces == "first":
+            session.reduce(1.0)
+        x, y = batch(loop.step, 0)
+        has_batch = rank == 0 or loop.step not in ALONE
+        if has_batch:
+            mine = slice(None) if loop.step in ALONE else slice(rank, None, world)
+            mse_loss(loop.net(x[mine]), y[mine]).backward()
+        if session is not None and reduces == "before the step":
+            session.reduce(1.0)
+        loop.optimizer.step()
+        logged = [("norm", loop.norm().detach())] if has_batch and loop.step in steps else []
+        loop.optimizer.zero_grad()
+        found.append([*((name, p.detach().clone()) for name, p in loop.net.named_parameters()), *logged])
+    if session is not None:
+        session.barrier()
+    return found
+
+
+@pytest.mark.parametrize("steps", [tuple(range(6)), (1,), (2, 4)], ids=str)
+@pytest.mark.parametrize("reduces", ["", "first", "before the step"])
+@pytest.mark.parametrize(("kind", "world"), [("peers", 2), ("peers tiers", 2)])
+def test_gradients_used_after_a_step_are_those_that_counted_in_it(
+    pool: WorkerPool, kind: str, world: int, reduces: str, steps: tuple[int, ...]
+) -> None:
+    right = [dict(step) for step in logs_after_steps(None, steps, "")]
+    for rank, worker in enumerate(run_at(pool, kind, logs_after_steps, steps, reduces, world=world)):
+        for step, (got, expected) in enumerate(zip(worker, right, strict=True)):
+            for name, value in got:
+                assert torch.allclose(value, expected[name], rtol=1e-9, atol=1e-12), (rank, step, name)
+
+
+def read_after_a_step_that_is_left_out(session: atoll.Session) -> None:
+    """Node 1's gradients are NaN, so no node makes the step, and node 0 alone reads the mean after it."""
+    loop = Loop(session)
+    x, y = batch(0, 0)
+    mse_loss(loop.net(x), y * float("nan") if session.rank else y).backward()
+    loop.optimizer.step()
+    if session.rank == 0:
+        loop.norm()
+    loop.optimizer.zero_grad()
+    loop.backward()
+    session.barrier()
+
+
+def test_gradients_of_a_step_that_is_left_out_are_not_had_alone(pool: WorkerPool) -> None:
+    line = r"p\.grad is used only after optimizer\.step\(\), and not on every node"
+    with pytest.raises(JobFailedError, match=line):
+        run_at(pool, "peers", read_after_a_step_that_is_left_out, sync={"nonfinite": "skip"})
+
+
 def changes_by_rank(session: atoll.Session) -> list[Tensor]:
     """Node 0 doubles the mean, and node 1 has it times four."""
     loop = Loop(session)

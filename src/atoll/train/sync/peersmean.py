@@ -67,6 +67,10 @@ class Brought(msgspec.Struct, frozen=True):
     is_whole: bool = True
     line: str = ""
 
+    def is_of(self, wanted: Brought) -> bool:
+        """True if these gradients, where there are any, belong into one mean with those that are wanted."""
+        return self.iteration == wanted.iteration and (self.stepped or not wanted.stepped)
+
     def __str__(self) -> str:
         backwards = f"{self.reductions} backward{'s' if self.reductions != 1 else ''}"
         more = "" if self.is_whole else " and more under no_sync"
@@ -85,7 +89,11 @@ class NodesMean:
         node.on(Applied, self._applied)
 
     def _applied(self, message: Applied) -> None:
-        self._made = message.iteration, {part.node for part in message.parts if part.weight > 0}
+        # Where the step is left out, gradients that weigh nothing may be why:
+        counted = {
+            part.node for part in message.parts if part.weight > 0 or (message.skipped and part.samples)
+        }
+        self._made = message.iteration, counted
 
     @property
     def is_away(self) -> bool:
@@ -109,14 +117,18 @@ class NodesMean:
         return own.iteration > iteration if what != asked.what else own.iteration == iteration
 
     def meet(self, own: Brought) -> dict[int, Brought]:
-        """Return what all nodes bring, by node; `own` counts where it is said by the leader.
+        """Return what nodes bring to the mean that a script wants, by node, without those that are at another
+        iteration; nothing if who wanted it was left out. `own` counts where it is said by the leader.
 
         Raises UserError on all nodes if their gradients are not of one backward.
         """
         said = self._gather(msgspec.msgpack.encode(own), own)
         nodes = {node: from_msgpack(each, Brought) for node, each in said.items()}
-        self._check_paired(nodes)
-        return nodes
+        return self._paired(nodes)
+
+    def takes_part(self, nodes: Mapping[int, Brought]) -> bool:
+        """True if this node's gradients belong into the mean of what these `nodes` bring."""
+        return self._node.node in nodes
 
     def of(
         self, own: Brought, nodes: Mapping[int, Brought], flats: Mapping[int, Tensor]
@@ -124,7 +136,7 @@ class NodesMean:
         """Return each chunk's mean, (extent,), in host memory; empty if no node's gradients weigh anything.
 
         Args:
-            nodes: what they have said.
+            nodes: what they bring, as `meet` has returned it.
             flats: this node's gradients by chunk, (extent,), with zeros for missing ones; of the leader.
 
         Raises UserError on all nodes where one lacks gradients that others have.
@@ -171,28 +183,34 @@ class NodesMean:
         leaders = ((introduction.node_of(rank), rank, part) for rank, part in by_rank)
         return {node: part for node, rank, part in leaders if rank == introduction.workers_of(node)[0]}
 
-    def _check_paired(self, nodes: Mapping[int, Brought]) -> None:
-        """Raise UserError if the nodes' gradients are not of the backward whose mean a script wants.
+    def _paired(self, nodes: Mapping[int, Brought]) -> dict[int, Brought]:
+        """Return what belongs into the mean that a script wants.
 
-        Gradients that weigh nothing, as those of a node without a batch, may be of any. After a step nothing
-        is waited for, so a script that uses a gradient only then does so on every node.
+        Gradients that weigh nothing, as those of a node without a batch, may be of any backward. After a step
+        nothing is waited for, so a script that uses a gradient only then does so on every node whose
+        gradients counted in that step. One whose gradients did not may be at the next iteration.
+
+        Raises UserError if the nodes' gradients are not of the backward whose mean is wanted.
         """
-        users = {node: each for node, each in nodes.items() if each.uses}
+        users = [node for node, each in nodes.items() if each.uses]
         if not users:
-            return  # who wanted the mean was left out
-        first = min(users)
-        wanted = next((each for each in users.values() if each.weight > 0), users[first])
+            return {}
+        weighing = [node for node, each in nodes.items() if each.weight > 0]
+        wanted = nodes[next((node for node in users if node in weighing), users[0])]
+        # A user's own gradients weigh nothing if its GradScaler has found an overflow in them.
+        like = next((node for node in (*users, *weighing) if node in weighing), users[0])
         for node, each in nodes.items():
             if each.uses and (each.iteration, each.stepped) != (wanted.iteration, wanted.stepped):
-                raise self._unlike("unlike", first, nodes[first], node, each)
+                raise self._unlike("unlike", users[0], nodes[users[0]], node, each)
             if wanted.stepped:
                 continue
-            unlike = (each.iteration, each.reductions) != (wanted.iteration, wanted.reductions)
-            if not each.is_whole or (unlike and each.weight > 0 and wanted.weight > 0):
-                raise self._unlike("unlike", first, nodes[first], node, each)
+            unlike = (each.iteration, each.reductions) != (wanted.iteration, nodes[like].reductions)
+            if not each.is_whole or (unlike and each.weight > 0):
+                raise self._unlike("unlike", like, nodes[like], node, each)
         made, counted = self._made
-        for node in sorted(counted - users.keys()) if wanted.stepped and made == wanted.iteration else ():
-            raise self._unlike("alone", first, nodes[first], node, nodes.get(node))
+        for node in sorted(counted - set(users)) if wanted.stepped and made == wanted.iteration else ():
+            raise self._unlike("alone", users[0], nodes[users[0]], node, nodes.get(node))
+        return {node: each for node, each in nodes.items() if each.is_of(wanted)}
 
     def _unlike(self, how: str, node: int, one: Brought, other: int, its: Brought | None) -> Exception:
         facts = {"node": node, "one": str(one), "other": other, "its": str(its or "is at its end")}
@@ -366,21 +384,22 @@ class ReadMean:
         self.leave()  # the others go on without this node: its step counts nowhere
 
     def _share(self, brought: Brought, *, uses: bool, shows: bool) -> None:
-        """Meet the other nodes, and with `shows` let `p.grad` be the mean."""
+        """Meet the other nodes, and with `shows` let `p.grad` be the mean, if it is of these gradients."""
         self._place.put_back()
         if not brought.stepped and brought.reductions:
             brought = self._written(brought)
         brought = msgspec.structs.replace(brought, uses=uses, line=waiting_line())
         nodes = self._nodes.meet(brought)
-        wanted = [each.reductions for each in nodes.values() if each.uses]
-        if not wanted:  # whose script wanted the mean was left out
+        if not nodes:  # whose script wanted the mean was left out
             self.hide()
             return
-        if not brought.stepped and brought.reductions < max(wanted):
-            self._passed = brought.iteration, max(wanted)
-        flats = self._slot(brought.iteration) if self._leads and brought.weight > 0 else {}
+        takes_part = self._nodes.takes_part(nodes)
+        wanted = max(each.reductions for each in nodes.values() if each.uses)
+        if takes_part and not brought.stepped and brought.reductions < wanted:
+            self._passed = brought.iteration, wanted
+        flats = self._slot(brought.iteration) if takes_part and self._leads and brought.weight > 0 else {}
         means = self._nodes.of(brought, nodes, flats)
-        if not shows:
+        if not (shows and takes_part):
             self.hide()
             return
         assert self._until is not None
