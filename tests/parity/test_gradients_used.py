@@ -564,6 +564,27 @@ def test_gradients_may_be_kept_from_step_to_step(pool: WorkerPool) -> None:
             assert torch.allclose(got, expected, rtol=1e-9, atol=1e-12)
 
 
+def writes_kept_views(session: atoll.Session, *, reads: bool) -> None:
+    loop = Loop(session)
+    loop.backward()
+    views = [p.grad.view(-1) for p in loop.parameters if p.grad is not None]
+    loop.optimizer.step()
+    loop.optimizer.zero_grad(set_to_none=False)
+    loop.backward()
+    for view in views:
+        view.mul_(0.5)
+    if reads:
+        loop.norm()
+    loop.optimizer.step()
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_change_past_the_gradient_is_refused(pool: WorkerPool, reads: bool) -> None:
+    line = r"\d+\.\w+\.grad was changed after its backward through another tensor over its memory"
+    with pytest.raises(JobFailedError, match=line):
+        run_at(pool, "peers", functools.partial(writes_kept_views, reads=reads))
+
+
 def one_device_reads(session: atoll.Session, reader: int) -> None:
     loop = Loop(session)
     loop.backward()

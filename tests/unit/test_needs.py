@@ -579,6 +579,11 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         "words.weight.grad is used, and is sparse",
         "or give the layer sparse=False",
     ),
+    "gradients-written": (
+        Choices({**USE, "gradients": "written", "name": "0.weight"}),
+        "0.weight.grad was changed after its backward through another tensor over its memory",
+        "or set run.strategy to ring",
+    ),
     "gradients-missing": (
         Choices({**USE, "gradients": "missing", "name": "0.weight", "step": 3, "other": 1}),
         "p.grad is used after the backward of step 3, and node 1 has no gradient of '0.weight'",

@@ -54,6 +54,21 @@ def test_looks_at_a_gradient_s_kind_and_zeros_are_no_use() -> None:
     assert float(model.grad().sum()) == 0.0  # what the script has written stays
 
 
+def test_a_change_through_another_tensor_is_seen() -> None:
+    model = Model()
+    model.unread.put_back()
+    view = model.grad(1).view(-1)
+    model.unread.hide()
+    model.grad().zero_()  # through p.grad
+    assert model.unread.first_written(False) is None
+    view.mul_(0.5)
+    assert model.unread.first_written(False) is model.parameters[1]
+    assert model.unread.first_written(True) is None  # that was a GradScaler's
+    assert float(model.grad(1).sum()) == 4.0
+    assert model.unread.first_written(False) is None  # the mean is here
+    assert model.reads == 1
+
+
 def test_no_gradient_is_kept_alive() -> None:
     model = Model()
     model.unread.put_back()

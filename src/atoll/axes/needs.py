@@ -799,6 +799,13 @@ def _of_calls() -> Iterator[Need]:
             "run.strategy to ring or hierarchical, or give the layer sparse=False",
         ),
         (
+            "written",
+            "{name}.grad was changed after its backward through another tensor over its memory (a view of "
+            "p.grad or a flat buffer that was kept, say), and under strategy 'peers' that is this node's own "
+            "gradient, not the mean; change p.grad itself, or take views of it anew after each backward; or "
+            "set run.strategy to ring",
+        ),
+        (
             "missing",
             "p.grad is used after the backward of step {step}, and node {other} has no gradient of {name!r}, "
             "which another node has: strategy 'peers' shows a mean where all nodes have gradients of the "

@@ -15,7 +15,14 @@ from torch import Tensor, nn
 
 from atoll.memory.proxies import CHEAP, OVERWRITE
 from atoll.memory.untilread import UntilRead, gone
-from atoll.tensors.torch_compat import GET_VERSION, AsPlainTensors, tree_leaves, tree_map, untraced
+from atoll.tensors.torch_compat import (
+    GET_VERSION,
+    AsPlainTensors,
+    tree_leaves,
+    tree_map,
+    untraced,
+    version_of,
+)
 
 # Functions that `zero_grad` calls, and that neither read nor change a value.
 _UNREADING = CHEAP | {torch.Tensor.detach_, torch.Tensor.requires_grad_, GET_VERSION}
@@ -27,9 +34,11 @@ class UnreadGradient(torch.Tensor):
     Attributes:
         until: asked before the first use; None once the script has overwritten the gradient unread.
         of: the parameter.
+        edits: how often `plain` was written into when it was hidden.
     """
 
     plain: Tensor
+    edits: int
     until: UntilRead | None
     of: weakref.ref[nn.Parameter]
 
@@ -105,8 +114,21 @@ class UnreadGradients:
         if unread is None or unread.plain is not gradient:
             unread = UnreadGradient.over(parameter, gradient)
             self._latest[parameter] = weakref.ref(unread)
-        unread.until = until
+        unread.until, unread.edits = until, version_of(gradient)
         parameter.grad = unread
+
+    def first_written(self, unscaled: bool) -> nn.Parameter | None:
+        """Return the first parameter whose hidden gradient was changed, though not through `p.grad`.
+
+        A script may have other tensors over a gradient's memory. `unscaled`: a GradScaler has written into
+        each gradient once.
+        """
+        for parameter in self._parameters:
+            unread = parameter.grad
+            waits = isinstance(unread, UnreadGradient) and unread.until is not None and unread.until.waits
+            if waits and version_of(unread.plain) > unread.edits + unscaled:
+                return parameter
+        return None
 
     def hide(self) -> None:
         """Hide the gradients again that `put_back` has shown."""

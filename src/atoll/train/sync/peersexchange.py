@@ -341,6 +341,7 @@ class PeerExchange(Reducer):
 
     def before_step(self, follows: bool = False) -> None:
         self.parameters.check_unchanged()
+        self._mean.check_unwritten()
         with self._mean.plain():
             super().before_step(follows)
         self._own_edits.look()

@@ -285,6 +285,12 @@ class ReadMean:
             self._until = UntilRead(self._become)
             self._place.begin_hiding(self._until)
 
+    def check_unwritten(self) -> None:
+        """Raise UserError if the script has changed a hidden gradient, though not through `p.grad`."""
+        waits = self._until is not None and self._until.waits
+        if waits and not self._brought.stepped and (name := self._place.first_written(self._unscaled())):
+            check("call", Choices({"call": "p.grad", "gradients": "written", "name": name}))
+
     def forget(self) -> None:
         """Show plain gradients: others come, and the mean of these cannot be had any more."""
         self._place.put_back()
@@ -385,6 +391,7 @@ class ReadMean:
 
     def _share(self, brought: Brought, *, uses: bool, shows: bool) -> None:
         """Meet the other nodes, and with `shows` let `p.grad` be the mean, if it is of these gradients."""
+        self.check_unwritten()
         self._place.put_back()
         if not brought.stepped and brought.reductions:
             brought = self._written(brought)

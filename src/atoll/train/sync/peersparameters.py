@@ -78,6 +78,10 @@ class DeviceParameters(Protocol):
     def first_sparse(self) -> str:
         """The first parameter with a sparse gradient, which cannot be hidden; "" for none."""
 
+    def first_written(self, unscaled: bool) -> str:
+        """Return the first parameter whose hidden gradient was changed through another tensor over its
+        memory; "" for none. `unscaled`: a GradScaler has divided the gradients."""
+
     def become(self, means: Mapping[int, Tensor]) -> None:
         """Overwrite the gradients that `put_back` has shown by `means`, (extent,) of each chunk in host
         memory, but for those that the script has overwritten."""
@@ -171,6 +175,11 @@ class OnDevice:
     def first_sparse(self) -> str:
         gradients = ((name, p.grad) for bound in self._chunks for name, p in _named(bound))
         return next((name for name, gradient in gradients if gradient is not None and gradient.is_sparse), "")
+
+    def first_written(self, unscaled: bool) -> str:
+        written = self._unread.first_written(unscaled)
+        named = (each for bound in self._chunks for each in _named(bound))
+        return "" if written is None else next(name for name, parameter in named if parameter is written)
 
     def become(self, means: Mapping[int, Tensor]) -> None:
         by_parameter: dict[nn.Parameter, Tensor] = {}
@@ -296,6 +305,10 @@ class Lent:
     @property
     def first_sparse(self) -> str:
         return ""  # gradients in chunks are dense
+
+    def first_written(self, unscaled: bool) -> str:
+        del unscaled
+        return ""  # no tensor of the script lies over a gradient in a chunk
 
     def become(self, means: Mapping[int, Tensor]) -> None:
         for chunk, mean in means.items():
