@@ -125,8 +125,9 @@ class UnreadGradients:
         """
         for parameter in self._parameters:
             unread = parameter.grad
-            waits = isinstance(unread, UnreadGradient) and unread.until is not None and unread.until.waits
-            if waits and version_of(unread.plain) > unread.edits + unscaled:
+            if not isinstance(unread, UnreadGradient) or unread.until is None or not unread.until.waits:
+                continue
+            if version_of(unread.plain) > unread.edits + unscaled:
                 return parameter
         return None
 

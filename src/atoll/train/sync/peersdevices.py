@@ -134,7 +134,11 @@ class Devices:
             if other.call != word.call:
                 name = self.ring.place.name_of
                 use = any(each.call.startswith(USE) for each in (word, other))
-                way = "; use p.grad on all of a node's workers, or on none" if use else ""
+                way = (
+                    "; use p.grad on all of a node's workers, or on none; a worker without a batch has no "
+                    "p.grad to use: give it one, or clip by session.clip_grad_norm_"
+                )
+                way = way if use else ""
                 raise UserError(
                     f"worker {name(self.rank)} is in {word.call}, and worker {name(rank)}, of its node, in "
                     f"{other.call}: all of a node's devices make the same calls in the same order{way}"
