@@ -184,6 +184,7 @@ FACTS = {
     "call": "what the script calls",
     "data": "how the script gets data: `dealt`, `leased`, by `nodes`, or its `own`",
     "drop_last": "an argument of the call",
+    "gradients": "the gradients in `p.grad` that the script uses under strategy `peers`, or their moment",
 }
 _STORES = {
     "resident": "whole, on the device",

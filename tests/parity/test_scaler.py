@@ -85,7 +85,7 @@ def plain(how: str, world: int) -> list[Tensor]:
 
 
 def plain_of_peers(how: str, world: int) -> list[Tensor]:
-    """Each node scales by itself: the mean is over those whose gradients are finite."""
+    """Each node scales by itself: the mean is over those whose gradients are finite, and it is clipped."""
     model, optimizer = make(how)
     for step, (clip, where) in enumerate(SCRIPT):
         gradients = []
@@ -93,15 +93,13 @@ def plain_of_peers(how: str, world: int) -> list[Tensor]:
             if overflows(where, rank):
                 continue
             loss_of(model, step, rank, False).backward()
-            if clip == "torch":  # of its own gradients
-                torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
             gradients.append([parameter.grad for parameter in model.parameters()])
             optimizer.zero_grad()
         if not gradients:
             continue
         for parameter, parts in zip(model.parameters(), zip(*gradients, strict=True), strict=True):
             parameter.grad = torch.stack(parts).mean(0)
-        if clip == "session":
+        if clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()

@@ -66,9 +66,23 @@ with atoll.join() as session:
 """
 
 
-def configured(directory: Path) -> dict[str, str]:
+# Uses the gradients' mean before each step.
+CLIPPED = SCRIPT.replace(
+    "        optimizer.step()\n",
+    "        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n        optimizer.step()\n",
+)
+# One node alone uses it.
+READ_ALONE = SCRIPT.replace(
+    "        optimizer.step()\n",
+    "        if session.is_main:\n"
+    "            torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])\n"
+    "        optimizer.step()\n",
+)
+
+
+def configured(directory: Path, more: str = "") -> dict[str, str]:
     path = directory / "peers.toml"
-    path.write_text('[run]\nstrategy = "peers"\nrestarts = 1\n[sync]\ntimeout = "100s"\n')
+    path.write_text(f'[run]\nstrategy = "peers"\nrestarts = 1\n[sync]\ntimeout = "100s"\n{more}')
     return {"ATOLL_CONFIG": str(path)}
 
 
@@ -127,9 +141,20 @@ def steps(command: Command, worker: int) -> int:
     return len(said(command, worker, "stepdone"))
 
 
-@pytest.mark.parametrize("hubs", [1, pytest.param(4, marks=pytest.mark.soak)])
-def test_a_node_is_killed_and_comes_back_with_the_hub_dead(command: Command, hubs: int) -> None:
-    launched = command.start(SCRIPT, workers=3, environment=configured(command.directory))
+@pytest.mark.parametrize(
+    ("hubs", "script", "more"),
+    [
+        (1, SCRIPT, ""),
+        pytest.param(4, SCRIPT, "", marks=pytest.mark.soak),
+        pytest.param(1, CLIPPED, "stale_max = 0\n", marks=pytest.mark.soak),
+        pytest.param(1, READ_ALONE, "stale_max = 0\n", marks=pytest.mark.soak),
+    ],
+    ids=["once", "often", "clipped", "read by one"],
+)
+def test_a_node_is_killed_and_comes_back_with_the_hub_dead(
+    command: Command, hubs: int, script: str, more: str
+) -> None:
+    launched = command.start(script, workers=3, environment=configured(command.directory, more))
     wait_for(lambda: min(steps(command, node) for node in range(3)) > 8, "the first iterations")
     kill_hubs(command, hubs)  # three times it is started again
     nodes_of(command)[1].kill()
@@ -175,8 +200,13 @@ def test_where_a_majority_dies_the_run_ends_with_a_line_that_says_the_way_out(co
 
 
 @pytest.mark.soak
-def test_one_that_stands_still_is_left_out_and_takes_up_where_the_others_are(command: Command) -> None:
-    launched = command.start(SCRIPT, workers=3, environment=configured(command.directory))
+@pytest.mark.parametrize(
+    ("script", "more"), [(SCRIPT, ""), (CLIPPED, "stale_max = 0\n")], ids=["", "clipped"]
+)
+def test_one_that_stands_still_is_left_out_and_takes_up_where_the_others_are(
+    command: Command, script: str, more: str
+) -> None:
+    launched = command.start(script, workers=3, environment=configured(command.directory, more))
     wait_for(lambda: min(steps(command, node) for node in range(3)) > 8, "the first iterations")
     worker = nodes_of(command)[2]
     stopped = [worker, *worker.children()]

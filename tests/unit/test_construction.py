@@ -41,11 +41,17 @@ ALLOWED = {
     ],
     "a gradient moves, and who has the proxy reads it where it lies now": [
         "memory/gradients.py: GradientSlot.leave: proxy.source",
+        "memory/lent.py: LentSlot.leave: proxy.source",
         "memory/proxies.py: GradientProxy.of: proxy.source",
         "memory/sharedgradients.py: _SharedSlot.leave: proxy.source",
     ],
     "a journal is replayed before anybody is asked": [
         "server/sitemodel.py: SiteModel.go_on: self._above",
+    ],
+    "each backward's gradients have their own moment at which they become the mean": [
+        "memory/untilread.py: Hiding.begin: self._until",
+        "train/gradients/unread.py: UnreadGradients._hide: unread.until",
+        "train/gradients/unread.py: UnreadGradients.become: unread.until",
     ],
     "an argument of one wait, let go as it ends": [
         "server/site.py: SiteShard.run: self._until",
@@ -56,6 +62,7 @@ ALLOWED = {
         "train/api/schedulers.py: _count_made: kind.__init__",
         "train/api/uncaught.py: show_errors_as_one_line: hook.before",
         "train/api/uncaught.py: show_errors_as_one_line: sys.excepthook",
+        "train/gradients/unread.py: UnreadGradient.over: made.of",
     ],
     "values, where another class has an attribute of that name that acts": [
         "exchange/feedback.py: Feedback.restore: self._residuals[chunk].values",

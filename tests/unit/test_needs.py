@@ -48,6 +48,13 @@ MODELS = {"sync": "asp", "run.strategy": "server", "several models": True}
 SEVERAL = {"sync": "bsp", "run.strategy": "server", "several optimizers": True}
 BY_TENSOR = {"unit": "tensor", "optimizer": "Muon", "why": "it came out different"}
 # For each row: a run that the row refuses, and how its sentence begins and ends.
+USE = {"call": "p.grad"}
+PAIR = {
+    "node": 0,
+    "one": "uses it after 1 backward of step 3",
+    "other": 1,
+    "its": "does not use it, and is after 2 backwards of step 3",
+}
 EXAMPLES: dict[str, tuple[Choices, str, str]] = {
     "peers-consistency": (
         chosen(["run.strategy=peers", "sync.consistency=asp"]),
@@ -582,6 +589,41 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         Choices({"call": "session.sampler", "data": "leased", "drop_last": True}),
         "session.sampler: with leased data every sample counts",
         "leave drop_last out",
+    ),
+    "gradients-gone": (
+        Choices({**USE, "gradients": "gone"}),
+        "a gradient of an earlier backward is used",
+        "before the next backward and inside the session",
+    ),
+    "gradients-sparse": (
+        Choices({**USE, "gradients": "sparse", "name": "words.weight"}),
+        "words.weight.grad is used, and is sparse",
+        "or give the layer sparse=False",
+    ),
+    "gradients-written": (
+        Choices({**USE, "gradients": "written", "name": "0.weight"}),
+        "0.weight.grad was changed after its backward through another tensor over its memory",
+        "or set run.strategy to ring",
+    ),
+    "gradients-missing": (
+        Choices({**USE, "gradients": "missing", "name": "0.weight", "step": 3, "other": 1}),
+        "p.grad is used after the backward of step 3, and node 1 has no gradient of '0.weight'",
+        "or use the parameter on every node",
+    ),
+    "gradients-unlike": (
+        Choices({**USE, "gradients": "unlike", **PAIR}),
+        "p.grad is used, and the nodes' gradients are of unlike backwards: node 0 uses it after 1 backward",
+        "use p.grad after the same backward on every node, or on none",
+    ),
+    "gradients-alone": (
+        Choices({**USE, "gradients": "alone", **PAIR}),
+        "p.grad is used only after optimizer.step(), and not on every node",
+        "use it before optimizer.step(), or on every node",
+    ),
+    "gradients-late": (
+        Choices({**USE, "gradients": "late", "step": 3}),
+        "a backward of step 3 ends after another node's script has used the mean",
+        "in which the others' gradients came, as they do",
     ),
     "own-data-groups": (
         Choices({**OWN_DATA, "group": "ring", "sync": "asp", "sync.consistency": "asp"}),

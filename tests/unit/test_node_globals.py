@@ -343,3 +343,53 @@ def test_a_contribution_that_weighs_far_too_much_is_left_out_by_every_node_and_n
         f"node 1's contribution has a {kind} of 1e+300, more than 1,000,000 times the median"
     )
     assert "\n" not in line
+
+
+def test_an_iteration_steps_with_what_scripts_have_made_of_the_mean() -> None:
+    """Node 0's script has used the mean, and node 1's, which waited, contributes its own gradients."""
+    model = PeerModel(torch.optim.SGD, TWO)
+    parameters = model.globals()
+    mean = model.mean([(WEIGHTS[node], model.gradients(0, node)) for node in (0, 1)])
+    used, own = (model.contribution(0, node) for node in (0, 1))
+    parameters.apply(0, [dataclasses.replace(used, gradients=_flats(model, mean, 1.0), mean=True), own])
+    model.step_plain(mean)
+    model.assert_equal(parameters)
+
+
+def test_an_iteration_steps_with_the_mean_of_what_scripts_have_made_of_the_mean_by_weight() -> None:
+    model = PeerModel(torch.optim.SGD, TWO)
+    parameters = model.globals()
+    mean = model.mean([(WEIGHTS[node], model.gradients(0, node)) for node in (0, 1)])
+    given = [
+        dataclasses.replace(
+            model.contribution(0, node), gradients=_flats(model, mean, 2.0 + 2 * node), mean=True
+        )
+        for node in (0, 1)
+    ]
+    parameters.apply(0, given)
+    factor = (2.0 * WEIGHTS[0] + 4.0 * WEIGHTS[1]) / (WEIGHTS[0] + WEIGHTS[1])
+    model.step_plain([None if each is None else each * factor for each in mean])
+    for chunk in model.layout.chunks:
+        right = model.flat(chunk.id, [each.detach() for each in model.every])
+        assert torch.allclose(parameters.values(chunk.id), right, rtol=1e-5, atol=1e-7), chunk.id
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_a_mean_that_a_script_has_clipped_is_not_clipped_again(clipped: bool) -> None:
+    """Node 1 asks to clip as well, and contributes its own gradients."""
+    model = PeerModel(torch.optim.SGD, TWO)
+    mean = model.mean([(WEIGHTS[node], model.gradients(0, node)) for node in (0, 1)])
+    used, own = (dataclasses.replace(model.contribution(0, node), clip=Clip(1e-3)) for node in (0, 1))
+    used = dataclasses.replace(used, gradients=_flats(model, mean, 1.0), mean=True, clipped=clipped)
+    step = model.globals().prepare(0, [used, own])
+    assert step is not None
+    assert step.counted == [used]
+    assert (step.coefficient is None) == clipped
+
+
+def _flats(model: PeerModel, mean: list[torch.Tensor | None], factor: float) -> dict[int, torch.Tensor]:
+    filled = [
+        torch.zeros(shape) if each is None else each * factor
+        for each, shape in zip(mean, SHAPES, strict=True)
+    ]
+    return {chunk.id: model.flat(chunk.id, filled) for chunk in model.layout.trainable}

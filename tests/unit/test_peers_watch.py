@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from atoll.core.stands import call, gradients
+from atoll.core.stands import USE, call, gradients
 from atoll.peers.scripts import Script, mismatch
 from atoll.peers.settings import NodeSettings
 from atoll.peers.watch import Watch
@@ -78,6 +78,12 @@ def in_meeting(worker: int, iteration: int, meeting: int, at: int) -> Script:
     return Script(iteration, meeting, ScriptWaits(stand, meeting=meeting, at=at))
 
 
+def using(worker: int, iteration: int, meeting: int) -> Script:
+    """A script that uses a gradient of an iteration: a worker that waits in its step answers it."""
+    stand = WorkerStand(worker, call(f"{USE} of iteration {iteration}", "train.py:7"))
+    return Script(iteration, meeting, ScriptWaits(stand, meeting=meeting, at=iteration))
+
+
 def wanting(worker: int, iteration: int, least: int, met: int = 3, first: int = 0) -> Script:
     stand = WorkerStand(worker, gradients(iteration - 1, "train.py:5"))
     return Script(iteration, met, ScriptWaits(stand, least=least), first)
@@ -92,6 +98,7 @@ def wanting(worker: int, iteration: int, least: int, met: int = 3, first: int = 
         (in_meeting(1, 4, 3, 4), wanting(2, 5, 5, first=5), False),  # it is no party to that meeting
         (in_meeting(1, 4, 3, 4), in_meeting(2, 4, 3, 4), False),  # they meet
         (wanting(1, 5, 5), wanting(2, 5, 5), False),
+        (using(1, 4, 3), wanting(2, 5, 5), False),
         (in_meeting(1, 4, 3, 4), None, False),  # the other one computes
     ],
 )

@@ -814,6 +814,51 @@ def _of_calls() -> Iterator[Need]:
         "session.sampler: with leased data every sample counts; leave drop_last out",
         UserError,
     )
+    rows: tuple[tuple[str, str], ...] = (
+        (
+            "gone",
+            "a gradient of an earlier backward is used, and the nodes' mean of it was not asked for in time; "
+            "use p.grad, or clone it, before the next backward and inside the session",
+        ),
+        (
+            "sparse",
+            "{name}.grad is used, and is sparse: strategy 'peers' shows a mean of dense gradients alone; set "
+            "run.strategy to ring or hierarchical, or give the layer sparse=False",
+        ),
+        (
+            "written",
+            "{name}.grad was changed after its backward through another tensor over its memory (a view of "
+            "p.grad or a flat buffer that was kept, say), and under strategy 'peers' that is this node's own "
+            "gradient, not the mean; change p.grad itself, or take views of it anew after each backward; or "
+            "set run.strategy to ring",
+        ),
+        (
+            "missing",
+            "p.grad is used after the backward of step {step}, and node {other} has no gradient of {name!r}, "
+            "which another node has: strategy 'peers' shows a mean where all nodes have gradients of the "
+            "same parameters; set run.strategy to ring, or use the parameter on every node",
+        ),
+        (
+            "unlike",
+            "p.grad is used, and the nodes' gradients are of unlike backwards: node {node} {one}; node "
+            "{other} {its}; use p.grad after the same backward on every node, or on none",
+        ),
+        (
+            "alone",
+            "p.grad is used only after optimizer.step(), and not on every node: node {node} {one}; node "
+            "{other} {its}; use it before optimizer.step(), or on every node",
+        ),
+        (
+            "late",
+            "a backward of step {step} ends after another node's script has used the mean of its gradients, "
+            "from which this node's are missing; make the backward before the call (session.reduce, say) in "
+            "which the others' gradients came, as they do",
+        ),
+    )
+    for name, why in rows:
+        yield Need(
+            f"gradients-{name}", ("call",), {"call": Is("p.grad"), "gradients": Is(name)}, why, UserError
+        )
     own = {"call": Is("session.epoch_of"), "data": Is("own")}
     deal = "let session.sampler(dataset) deal the data"
     yield Need(

@@ -20,6 +20,8 @@ GRADIENTS: Literal["gradients"] = "gradients"
 CALL: Literal["call"] = "call"
 END: Literal["end"] = "end"
 
+USE = "a use of p.grad"  # a call to which workers come from other calls, and from waits for an iteration
+USE_OF = f"{USE} of iteration"  # of a worker whose own script uses it
 MOST_BYTES = 2048  # of an encoded Stand
 _MOST_NAMES = 6  # of workers at one place; if there are more, the rest is counted
 _DIGEST_BYTES = 16

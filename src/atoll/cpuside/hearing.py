@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from atoll.core.points import reach
+from atoll.core.stands import USE_OF
 from atoll.cpuside.acting import Acting
 from atoll.cpuside.comingin import ComingIn
 from atoll.cpuside.giving import Giving
@@ -15,6 +16,7 @@ from atoll.cpuside.parts import MeetingParts
 from atoll.cpuside.stage import Stage
 from atoll.cpuside.telling import Telling
 from atoll.peers.node import Node
+from atoll.wire import device as d
 from atoll.wire import nodes as n
 from atoll.wire.peers import WITNESS, AnswerRound, AskRound, EndRound, NodeReport, PeerMessage, RefuseRound
 from atoll.wire.peerviews import Accept, Accepted, Prepare, Promised
@@ -106,6 +108,8 @@ class Hearing:
         elif key.stream == "meetings" and key not in self._meetings and stage.wants(key):
             self._meetings.keep(key, message.what, bytes(payload or b""), message.since, message.stand)
             self._acting.do(stage.introduced.handle_part(time.monotonic(), key, message.since))
+            if message.what.startswith(USE_OF):
+                self._telling.send(d.Asked(number=key.number, what=message.what))
 
 
 def _reach_word(word: PeerMessage, node: Node) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from atoll.core.errors import MismatchError
-from atoll.core.stands import are_consistent, describe_mismatch
+from atoll.core.stands import USE, are_consistent, describe_mismatch
 from atoll.wire.device import Met
 from atoll.wire.nodes import MeetingPart
 from atoll.wire.peers import Key
@@ -43,8 +43,15 @@ class MeetingParts:
     def meet(self, number: int, keys: Sequence[Key]) -> Met:
         """Assemble meeting `number` from the parts `keys`, in order of node.
 
-        Raises MismatchError if the nodes' scripts make different calls.
+        Raises MismatchError if the nodes' scripts make different calls, and none uses the gradients' mean.
         """
+        nodes = [key.life.node for key in keys]
+        uses = [key.life.node for key in keys if self._parts[key].what.startswith(USE)]
+        if not uses:
+            self._check_alike(number, keys)
+        return Met(number=number, nodes=nodes, payloads=[self._parts[key].payload for key in keys], uses=uses)
+
+    def _check_alike(self, number: int, keys: Sequence[Key]) -> None:
         stands = [part.stand for key in keys if (part := self._parts[key]).stand is not None]
         if not are_consistent(each.stand for each in stands):
             raise MismatchError(describe_mismatch({each.worker: each.stand for each in stands}))
@@ -55,8 +62,6 @@ class MeetingParts:
                 f"meeting {number}: node {whats[0][1]} meets on {whats[0][0]}, and node {unlike[0][1]} on "
                 f"{unlike[0][0]}: every node's script must make the same calls in the same order"
             )
-        nodes = [key.life.node for key in keys]
-        return Met(number=number, nodes=nodes, payloads=[self._parts[key].payload for key in keys])
 
     def drop(self, key: Key) -> None:
         self._parts.pop(key, None)

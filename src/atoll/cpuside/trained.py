@@ -116,6 +116,8 @@ class Trained:
             clip=given.clip,
             note=given.note,
             refused=given.refused,
+            mean=given.mean,
+            clipped=given.clipped,
         )
         if reason := self.assembly.why_not(about, None):
             raise UserError(f"the worker's contribution to iteration {given.iteration} has {reason}")
@@ -197,6 +199,8 @@ class Trained:
             hyperparameters=about.hyperparameters,
             clip=about.clip,
             refused=about.refused,
+            mean=about.mean,
+            clipped=about.clipped,
         )
 
     def apply(self, iteration: int, contributions: Sequence[steps.Contribution]) -> steps.IterationOutcome:

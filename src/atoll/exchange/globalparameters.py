@@ -47,6 +47,8 @@ class Contribution:
         refused: True if no node makes a step of the iteration, whatever others contribute.
         basis: how certain `weight` is (core/weighing.py).
         alike: the weight if all devices count alike.
+        mean: True if the gradients are what the script has made of the nodes' mean.
+        clipped: True if the gradients are clipped by `clip` already.
     """
 
     node: int
@@ -60,6 +62,8 @@ class Contribution:
     refused: bool = False
     basis: str = KNOWN
     alike: float = 1.0
+    mean: bool = False
+    clipped: bool = False
 
 
 @dataclass(frozen=True)
@@ -280,6 +284,8 @@ class GlobalParameters:
         counted = [each for each in contributions if each.weight > 0]
         if not counted or any(each.refused for each in contributions):
             return None
+        # If scripts have used the mean, the step is of what they made of it: own gradients are in that mean.
+        counted = [each for each in counted if each.mean] or counted
         first, certain = _first(contributions), are_certain(counted)
         weights = [weight_of(each, certain) for each in counted]
         total = sum(weights)
@@ -287,7 +293,7 @@ class GlobalParameters:
         whose = tuple((each.node, each.incarnation) for each in contributions)
         shares = [weight / total for weight in weights]
         step = PreparedStep(iteration, whose, counted, shares, settings, None, None)
-        if first.clip is None:
+        if first.clip is None or all(each.clipped for each in counted):
             return step
         known = self._norms.get(iteration)
         if known is None or known.whose != whose:

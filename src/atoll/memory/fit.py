@@ -24,6 +24,7 @@ from atoll.memory.payloads import Payloads
 from atoll.memory.sharded import Sharded
 from atoll.memory.sharedplan import agree
 from atoll.memory.stepping import has_stepper
+from atoll.memory.untilread import Hiding
 from atoll.moves.search import MemoryPlan
 from atoll.tensors.binding import check_bindable
 from atoll.tensors.torch_compat import is_compiled
@@ -167,6 +168,7 @@ def borrow(
     values: Flats,
     gradients: Payloads,
     peak: int,
+    hiding: Hiding,
 ) -> LentModel:
     """Let `model` train within the device's budget on values that a lender keeps and steps; see `LentModel`.
 
@@ -176,7 +178,7 @@ def borrow(
     Raises PrepareError where `fit` does.
     """
     _check(model, dict(model.named_parameters()))
-    return LentModel(model, memory.budgets(), plan, chunk_map, values, gradients, peak)
+    return LentModel(model, memory.budgets(), plan, chunk_map, values, gradients, peak, hiding)
 
 
 def plan_exchanged(model: nn.Module, memory: Memory, staging_bytes: int, *, sums: bool = False) -> MemoryPlan:

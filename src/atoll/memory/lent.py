@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import torch
@@ -22,14 +22,17 @@ from atoll.chunks import ChunkMap, lay_out_memory
 from atoll.core.memory import Budgets, MemoryFigures
 from atoll.memory import planning
 from atoll.memory.fitted import Moving
-from atoll.memory.gradients import ModelGradients, TrainedChunk
+from atoll.memory.gradients import ChunkGradients, GradientSlot, ModelGradients, TrainedChunk
 from atoll.memory.home import Home, HostHome, copied
 from atoll.memory.initialising import let_go
 from atoll.memory.interrupts import uninterrupted
+from atoll.memory.leaving import Leaving
 from atoll.memory.payloads import VALUES, Key, Payloads, TensorPayloads
+from atoll.memory.proxies import LostSource
 from atoll.memory.states import ChunkStates
 from atoll.memory.stays import Stay
 from atoll.memory.stepqueue import StepQueue
+from atoll.memory.untilread import Hiding, gone
 from atoll.moves.search import MemoryPlan
 from atoll.tensors.binding import laid
 from atoll.tensors.changed import same_bits
@@ -164,6 +167,78 @@ class LentHome(Home):
         self._own.payloads.drop((chunk, VALUES))
 
 
+class LentSlot(GradientSlot):
+    """One parameter's gradient, which becomes the mean before the script uses it."""
+
+    _chunk: LentGradients
+
+    @contextmanager
+    def lend(self, *, overwrites: bool = False) -> Iterator[Tensor]:
+        self._chunk.hiding.use(self._chunk.trained.chunk.id, self._index, overwrites=overwrites)
+        with super().lend(overwrites=overwrites) as gradient:
+            yield gradient
+
+    def see(self) -> Tensor:
+        if self._index in self._chunk.graphs:  # then the script gets a plain tensor, whose use is not seen
+            self._chunk.hiding.use(self._chunk.trained.chunk.id, self._index)
+        return super().see()
+
+    def leave(self) -> None:
+        chunk, proxy = self._chunk, self.proxy() if self.proxy is not None else None
+        if proxy is not None and chunk.hiding.hides(chunk.trained.chunk.id, self._index):
+            proxy.source = LostSource(gone())  # nobody asks for the mean of a gradient that is dropped
+            self.proxy = None
+        super().leave()
+
+
+class LentGradients(ChunkGradients):
+    """One chunk's gradients, which may be hidden from the script."""
+
+    slot_kind = LentSlot
+
+    def __init__(
+        self,
+        trained: TrainedChunk,
+        payloads: Payloads,
+        steps: StepQueue,
+        leaving: Leaving,
+        hiding: Hiding,
+    ) -> None:
+        super().__init__(trained, payloads, steps, leaving)
+        self.hiding = hiding
+
+    def show(self, mean: Tensor) -> None:
+        """Overwrite the gradients by those of `mean`, (extent,), but for those that the script has
+        overwritten."""
+        with self.settled(writes=True) as flat:
+            for slot, here in enumerate(self.present):
+                if here and self.hiding.may_become(self.trained.chunk.id, slot):
+                    self.trained.run(flat, slot).copy_(self.trained.run(mean, slot))
+                    if slot in self.kept:
+                        self.kept[slot].copy_(self.trained.part(flat, slot))
+        self.norms.clear()
+        self.changes += 1
+
+
+class HiddenGradients(ModelGradients):
+    """The gradients of a lent model, which its lender may hide from the script until it uses one."""
+
+    def __init__(self, hiding: Hiding, chunks: Sequence[TrainedChunk], *places: Any, **calls: Any) -> None:
+        self._hiding = hiding
+        super().__init__(chunks, *places, **calls)
+
+    def _held(
+        self, trained: TrainedChunk, payloads: Payloads, steps: StepQueue, leaving: Leaving
+    ) -> ChunkGradients:
+        return LentGradients(trained, payloads, steps, leaving, self._hiding)
+
+    def show(self, chunk: int, mean: Tensor) -> None:
+        """Overwrite a chunk's gradients by their mean."""
+        held = self._chunks[chunk]
+        assert isinstance(held, LentGradients)
+        held.show(mean)
+
+
 class LentModel(Moving):
     """A model within a device's budget whose values are lent, and whose steps are made elsewhere.
 
@@ -172,6 +247,7 @@ class LentModel(Moving):
         values: the first values, of every chunk of the lender's.
         gradients: where gradients are left, by the lender's chunks.
         peak: bytes of host memory that values and gradients take.
+        hiding: gradients that are hidden from the script.
     """
 
     def __init__(
@@ -183,8 +259,10 @@ class LentModel(Moving):
         values: Flats,
         gradients: Payloads,
         peak: int,
+        hiding: Hiding,
     ) -> None:
         self._loan, self._left, self._peak = Loan(chunk_map, values), gradients, peak
+        self._hiding = hiding
         self._lent_home = LentHome(self._loan)
         super().__init__(model, (), budgets, plan, layout_of(model, plan))
 
@@ -200,7 +278,14 @@ class LentModel(Moving):
         for chunk in self._loan.chunk_map.trainable:
             held = [names[slot.parameter] for slot in chunk.slots]
             chunks.append(TrainedChunk(chunk, held, [parameters[name] for name in held]))
-        return ModelGradients(chunks, self._left, self._steps, self._gradient_came, self._room, beside)
+        self._hidden = HiddenGradients(
+            self._hiding, chunks, self._left, self._steps, self._gradient_came, self._room, beside
+        )
+        return self._hidden
+
+    def show_mean(self, chunk: int, mean: Tensor) -> None:
+        """Overwrite the gradients of one of the lender's chunks by `mean`, (extent,), in host memory."""
+        self._hidden.show(chunk, mean)
 
     @property
     def choices(self) -> list[tuple[str, str, str]]:

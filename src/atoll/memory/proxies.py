@@ -33,14 +33,15 @@ from atoll.tensors.torch_compat import (
 )
 
 _TENSOR: Any = torch.Tensor  # its getters are no attributes for a type checker
-_CHEAP: set[Any] = {
+# Functions that read nothing but a tensor's kind.
+CHEAP: set[Any] = {
     getattr(torch.Tensor, name).__get__
     for name in (
         "shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf", "is_sparse",
         "is_sparse_csr", "is_cuda", "is_meta", "is_quantized", "is_nested", "itemsize", "nbytes",
     )
 }  # fmt: skip
-_CHEAP |= {
+CHEAP |= {
     getattr(torch.Tensor, name)
     for name in (
         "size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "__len__",
@@ -57,7 +58,7 @@ _ESCAPES = (
     "numpy", "__array__", "data_ptr", "untyped_storage", "storage", TYPED_STORAGE, "__dlpack__",
     "__reduce_ex__", REDUCE,
 )  # fmt: skip
-_OVERWRITE = ("zero_", ZERO_LIST)  # functions that read nothing of what they write
+OVERWRITE = ("zero_", ZERO_LIST)  # functions that read nothing of what they write
 
 
 class GradientSource(Protocol):
@@ -131,7 +132,7 @@ class GradientProxy(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _CHEAP:
+        if func in CHEAP:
             with AsPlainTensors():
                 return func(*args, **kwargs)
         if func == _TENSOR.data.__set__:
@@ -189,7 +190,7 @@ def _with_gradients(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
         if func.__name__ in _ESCAPES:
             lent = {key: proxy.source.keep() for key, proxy in proxies.items()}
         else:
-            overwrites = func.__name__ in _OVERWRITE
+            overwrites = func.__name__ in OVERWRITE
             lent = {
                 key: stack.enter_context(proxy.source.lend(overwrites=overwrites))
                 for key, proxy in proxies.items()

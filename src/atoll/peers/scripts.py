@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from atoll.core.stands import describe_mismatch
+from atoll.core.stands import USE, describe_mismatch
 from atoll.wire.peers import NodeReport, ScriptWaits
 from atoll.wire.peerviews import Life
 
@@ -50,6 +50,8 @@ def _in_vain(one: Script, other: Script) -> bool:
     meeting, wants = one.waits, other.waits.least
     if meeting.meeting is None or wants is None:
         return False
+    if meeting.stand.stand.name.startswith(USE):
+        return False  # a worker that waits for an iteration comes to the meeting
     is_party = other.first <= meeting.at
     return is_party and other.met <= meeting.meeting and wants > one.iteration
 

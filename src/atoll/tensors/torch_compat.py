@@ -22,7 +22,7 @@ from datetime import timedelta
 from operator import attrgetter
 from types import FrameType
 from typing import Any, Protocol, TypeVar
-from weakref import WeakKeyDictionary, WeakMethod
+from weakref import ReferenceType, WeakKeyDictionary, WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
@@ -293,7 +293,8 @@ def hook_first(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> Remov
 # changed tensors, by which Atoll detects a script's writes. Private: `torch.Tensor._version`, 2.8 to 2.13.
 # Public way: none to read it; `torch.autograd.graph.increment_version` raises it.
 version_of: Callable[[Tensor], int] = attrgetter("_version")
-_part("torch.Tensor._version", "version_of")
+_versions: Any = _part("torch.Tensor._version", "version_of", "GET_VERSION")
+GET_VERSION: Any = getattr(_versions, "__get__", None)  # as `__torch_function__` is told of a read
 
 
 @_needs("torch.UntypedStorage._cdata")
@@ -684,6 +685,7 @@ _FIRST: WeakKeyDictionary[torch.optim.Optimizer, WeakMethod[Callable[[], None]]]
 _HAS_BATCH: WeakKeyDictionary[torch.optim.Optimizer, WeakMethod[Callable[[], bool]]] = WeakKeyDictionary()
 _unscale_gradients: Any = torch.amp.GradScaler.unscale_
 _make_step: Any = torch.amp.GradScaler.step
+_scale_outputs: Any = torch.amp.GradScaler.scale
 
 
 def leave_scaling_to(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
@@ -747,6 +749,7 @@ def count_unscaling() -> None:
     for name, original, replaced in (
         ("unscale_", _unscale_gradients, _unscale_with_scale),
         ("step", _make_step, _step_with_scale),
+        ("scale", _scale_outputs, _scale_noted),
     ):
         if getattr(torch.amp.GradScaler, name) is original:
             setattr(torch.amp.GradScaler, name, replaced)
@@ -779,6 +782,36 @@ def _step_with_scale(scaler: torch.amp.GradScaler, optimizer: Any, *more: Any, *
     return _make_step(scaler, optimizer, *more, **named)
 
 
+_scaled: list[ReferenceType[torch.amp.GradScaler]] = []  # the latest scaler that has scaled a loss
+
+
+@functools.wraps(_scale_outputs)
+def _scale_noted(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
+    _scaled[:] = [ref(scaler)]
+    return _scale_outputs(scaler, outputs)
+
+
+def latest_scale() -> Callable[[], float] | None:
+    """Return a function that reads the scale of the GradScaler that has scaled a loss since the last call;
+    None if none has. Heard by a patch of the public `GradScaler.scale` (`count_unscaling`)."""
+    latest = [*_scaled]
+    _scaled.clear()
+
+    def read() -> float:
+        scaler = latest[0]()
+        return 1.0 if scaler is None else float(scaler.get_scale()) or 1.0
+
+    return read if latest else None
+
+
+_unscaling = set[object]()  # optimizers whose gradients a GradScaler divides now
+
+
+def is_unscaling() -> bool:
+    """True while a GradScaler looks for infinities in gradients and divides them."""
+    return bool(_unscaling)
+
+
 @functools.wraps(_scalers or count_unscaling)
 def _unscale_of(
     scaler: object, optimizer: torch.optim.Optimizer, inverse_scale: Tensor, *more: Any, **named: Any
@@ -792,7 +825,11 @@ def _unscale_of(
     reduce = None if first is None else first()
     if reduce is not None:
         reduce()
-    found = _scalers(scaler, optimizer, inverse_scale, *more, **named)
+    _unscaling.add(optimizer)
+    try:
+        found = _scalers(scaler, optimizer, inverse_scale, *more, **named)
+    finally:
+        _unscaling.discard(optimizer)
     if reduce is not None and not found:
         found = {inverse_scale.device: torch.zeros((), device=inverse_scale.device)}
     if isinstance(optimizer, torch.optim.Optimizer):  # not a script's wrapper, which is another object

@@ -160,8 +160,9 @@ class Contribute(Message, frozen=True):
     for each trainable chunk in order, one byte a slot: whether the slot has a gradient. Missing gradients are
     zeros. `weight` is 0 for gradients to leave out (NaN, policy "skip"). `refused`: also, no node makes the
     iteration's step, whatever others contribute. `basis` says how certain the weight is (core/weighing.py),
-    and `alike` is the node's weight where all devices count alike. `note` (the time to compute, say) goes
-    unchanged to all nodes, and comes back with Applied.
+    and `alike` is the node's weight where all devices count alike. `mean`: the gradients are what the script
+    has made of the nodes' mean; `clipped`: they are clipped by `clip` already. `note` (the time to compute,
+    say) goes unchanged to all nodes, and comes back with Applied.
     """
 
     iteration: Count
@@ -175,6 +176,8 @@ class Contribute(Message, frozen=True):
     refused: bool = False
     basis: Name = KNOWN
     alike: Weight = 1.0
+    mean: bool = False
+    clipped: bool = False
 
 
 class Freed(Message, frozen=True):
@@ -250,11 +253,24 @@ class Meet(Message, frozen=True):
 
 
 class Met(Message, frozen=True):
-    """All members' parts, in order of node: a value counts everywhere or nowhere."""
+    """All members' parts, in order of node: a value counts everywhere or nowhere.
+
+    `uses` are the nodes that came for a mean of gradients (core/stands.py: USE). Where these are not all, the
+    parts are void: all nodes meet for the mean next, and those that came for something else come again.
+    """
 
     number: Count
     nodes: list[Count]
     payloads: list[bytes]
+    uses: list[Count] = []
+
+
+class Asked(Message, frozen=True):
+    """Another node's script is in the `number`-th meeting for `what`, a mean of gradients: a worker that
+    waits for an iteration brings its own gradients there."""
+
+    number: Count
+    what: Text
 
 
 class WantState(Message, frozen=True):
@@ -384,8 +400,8 @@ class Failed(Message, frozen=True):
 
 DeviceMessage: TypeAlias = Union[
     Begin, Listening, Introduce, SetUp, Ready, Contribute, Freed, Applied, Published, Release, Want, Waiting,
-    Meet, Met, WantState, State, CaptureAt, Captured, Members, LeftOut, Awake, Returned, Resumed, Notice,
-    Figures, Leave, Left, Failed,
+    Meet, Met, Asked, WantState, State, CaptureAt, Captured, Members, LeftOut, Awake, Returned, Resumed,
+    Notice, Figures, Leave, Left, Failed,
 ]  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

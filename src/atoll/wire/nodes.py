@@ -96,6 +96,8 @@ class About(Message, frozen=True):
     refused: bool = False
     basis: Name = KNOWN  # as in Contribute
     alike: Weight = 1.0
+    mean: bool = False
+    clipped: bool = False
 
 
 class Piece(Message, frozen=True):

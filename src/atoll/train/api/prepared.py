@@ -476,8 +476,9 @@ class Prepared:
     def clip(self, of: ScriptModel, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Clip the gradients of one of the models by their global norm; return the norm before.
 
-        Under strategy `peers` it is the norm of this node's own gradients. Raises UserError if the arguments
-        are those of torch's own function, whose first argument is the parameters.
+        Under strategy `peers` it is the norm of this node's own gradients, unless the script has used their
+        mean. Raises UserError if the arguments are those of torch's own function, whose first argument is the
+        parameters.
         """
         check_max_norm(max_norm, norm_type)
         if any(map(self._follows, of.sets)):
@@ -660,6 +661,7 @@ class Prepared:
             self.reducer.before_step(follows=True)
         else:
             self.reducer.before_step()
+        self.reducer.begins_step()
         self.reducer.sum.gradients.drop_graphs()
         if len(self.sets) > 1:
             self.reducer.sum.steps_by(self.sets.index(of), of.follows)

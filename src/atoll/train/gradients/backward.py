@@ -67,7 +67,7 @@ class BackwardEnd:
         if not self._armed:
             self._armed = True
             for reducer in self._reducers:
-                reducer.drop_kept()
+                reducer.begins_backward()
                 reducer.watch.look_for_edits()
             at_end_of_backward(self._end)
 

@@ -79,6 +79,7 @@ class Buckets(OwnGradients):
     def drop_kept(self) -> None:
         for chunk in self.chunks.values():
             chunk.kept = []
+            chunk.bring_home()
 
     def drop_graphs(self) -> None:
         for chunk in self.chunks.values():

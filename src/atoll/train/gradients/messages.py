@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.weighing import SAID as SAID_OF_WEIGHT
-from atoll.tensors.binding import BoundChunk, Buffer
+from atoll.tensors.binding import BoundChunk, Buffer, carve
 from atoll.tensors.graphs import with_graph
 from atoll.tensors.sparse import check_summable, of_rows, pack, rows_of, write
 from atoll.tensors.torch_compat import copy_all
@@ -193,6 +193,19 @@ class BucketChunk:
         """Return pairs of each parameter and its view in the published buffer."""
         return zip(self.bound.parameters, self.published.views, strict=True)
 
+    def bring_home(self) -> None:
+        """Let each view lie in the published buffer again: the script may have set `p.grad.data` to another
+        tensor."""
+        flat = self.published.flat
+        start, size = flat.data_ptr(), flat.element_size()
+        for index, slot in enumerate(self.bound.chunk.slots):
+            view, parameter = self.published.views[index], self.bound.parameters[index]
+            if view.numel() and view.data_ptr() != start + slot.offset * size:
+                home = self.published.views[index] = carve(flat, slot.offset, parameter)
+                if parameter.grad is view:
+                    home.copy_(view)
+                    parameter.grad = home
+
     def own(self) -> list[Tensor | None]:
         """Return this worker's own gradients of the iteration; None for an absent one."""
         return self.kept or [parameter.grad for parameter in self.bound.parameters]
@@ -201,6 +214,7 @@ class BucketChunk:
         """Bring gradients that the script has replaced back into the published buffer; return which slots
         have one. Sparse ones stay as they are."""
         self.shows_sparse = False
+        self.bring_home()
         for parameter, view in zip(self.bound.parameters, self.published.views, strict=True):
             gradient = parameter.grad
             if gradient is None:

@@ -216,8 +216,12 @@ class Reducer:
             self._calls.arm()
         self.unsent = True
 
+    def begins_backward(self) -> None:
+        """Note that the first gradient of a backward has come."""
+        self.drop_kept()
+
     def drop_kept(self) -> None:
-        """Drop the last iteration's own gradients: a new backward begins."""
+        """Drop the last iteration's own gradients."""
         self.sum.gradients.drop_kept()
 
     def abandon(self) -> None:
@@ -277,6 +281,9 @@ class Reducer:
             self.watch.look_for_edits()
             self._calls.reduce(self)
         self.sum.before_step(follows)
+
+    def begins_step(self) -> None:
+        """Note that from here on to the end of a step Atoll's own code reads `p.grad`."""
 
     def note_zeros(self, parameters: Iterable[nn.Parameter]) -> None:
         """Note a `zero_grad` of `parameters` by the script."""

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from atoll.core.decoding import from_msgpack
 from atoll.core.errors import GivenUpError
-from atoll.core.stands import Stand
+from atoll.core.scriptline import waiting_line
+from atoll.core.stands import USE, Stand, call
 from atoll.train.api.place import Place, is_first
 from atoll.train.members.meetings import BytesMeeting, bytes_of, put_bytes
 from atoll.train.sync.peersworker import NodeWorker
 from atoll.wire.device import Meet, Met
+from atoll.wire.workerstand import WorkerStand
 
 _PIECE = 4 * 2**20  # the most bytes that a node brings to one meeting: members hold them until all have them
 _MET = 32 * 2**20  # the most bytes of one meeting, of all members together
@@ -86,6 +88,24 @@ class NodesMeeting(BytesMeeting):
         return [bytes(whole[node]) for node in met.nodes]
 
     def _meet(self, payload: bytes, what: str) -> Met:
+        """Return all members' parts. If others have come for the mean of gradients, all meet for that first.
+
+        All members have the same parts, and so come to the same meetings.
+        """
+        is_use = what.startswith(USE)
+        met = self._meet_once(payload, what)
+        while met.uses and len(met.uses) < len(met.nodes):
+            if not is_use:
+                self._worker.uses.answer()
+            met = self._meet_once(payload, what)
+        return met
+
+    def standing_for(self, what: str) -> WorkerStand:
+        if what.startswith(USE):  # also inside another call
+            return WorkerStand(self.roster.place.rank, call(what, waiting_line()))
+        return super().standing_for(what)
+
+    def _meet_once(self, payload: bytes, what: str) -> Met:
         worker = self._worker
         number = worker.coming_meeting = worker.next_meeting
         worker.next_meeting += 1

@@ -37,6 +37,7 @@ from atoll.train.gradients.ring import over_ring
 from atoll.train.members.workers import Workers
 from atoll.train.sync.peersdoor import ask_at
 from atoll.train.sync.peersexchange import NodeParts, PeerExchange, said_in
+from atoll.train.sync.peersmean import NodesMean
 from atoll.train.sync.peersparameters import DeviceParameters, OnDevice
 from atoll.train.sync.peersring import DevicesExchange
 from atoll.train.sync.peersworker import NodeWorker
@@ -116,6 +117,7 @@ class Peers:
             self._pace,
             self._tell,
             partial(was_unscaled, training.optimizer),
+            NodesMean(self._workers, self._worker, training.chunks),
         )
 
     def batches(self, dataset: Sized, least: int, **options: Any) -> PeerBatches:

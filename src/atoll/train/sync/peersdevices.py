@@ -27,6 +27,7 @@ from atoll.core.errors import (
     UserError,
     error_named,
 )
+from atoll.core.stands import USE
 from atoll.train.api.place import Place
 from atoll.train.group.ringbytes import broadcast_bytes, gather_bytes
 from atoll.train.group.rounds import Ring
@@ -132,9 +133,15 @@ class Devices:
         for rank, other in enumerate(words):
             if other.call != word.call:
                 name = self.ring.place.name_of
+                use = any(each.call.startswith(USE) for each in (word, other))
+                way = (
+                    "; use p.grad on all of a node's workers, or on none; a worker without a batch has no "
+                    "p.grad to use: give it one, or clip by session.clip_grad_norm_"
+                )
+                way = way if use else ""
                 raise UserError(
                     f"worker {name(self.rank)} is in {word.call}, and worker {name(rank)}, of its node, in "
-                    f"{other.call}: all of a node's devices make the same calls in the same order"
+                    f"{other.call}: all of a node's devices make the same calls in the same order{way}"
                 )
         return words
 

@@ -12,16 +12,16 @@ Source: docs/peers.md, "What a step does".
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from atoll.core.decoding import from_msgpack
-from atoll.core.errors import UserError
+from atoll.core.errors import GivenUpError, UserError
 from atoll.core.scriptline import at_script_line, waiting_line
 from atoll.core.stands import Stand, StandError, decode_stand, encode_stand, gradients, gradients_in
 from atoll.exchange.coding import Coding
@@ -32,6 +32,7 @@ from atoll.train.gradients.reducer import Calls, Clipping, Reducer
 from atoll.train.gradients.samples import ContributionWeight
 from atoll.train.gradients.sums import MakeSum, Own
 from atoll.train.gradients.watch import EditWatch
+from atoll.train.sync.peersmean import NodesMean, ReadMean
 from atoll.train.sync.peersparameters import DeviceParameters, LocalParameters, Slots
 from atoll.train.sync.peersworker import NodeWorker
 from atoll.wire.device import (
@@ -88,6 +89,7 @@ class NodeParts:
         pace: returns the seconds in which this device computes a sample; 0: not known.
         tell: prints a line for people.
         unscaled: True if a GradScaler has divided this iteration's gradients.
+        mean: makes the mean over the nodes, for a script that uses gradients.
     """
 
     worker: NodeWorker
@@ -100,6 +102,7 @@ class NodeParts:
     pace: Callable[[], float]
     tell: Callable[[str], None]
     unscaled: Callable[[], bool]
+    mean: NodesMean
 
 
 class ScriptState:
@@ -130,10 +133,53 @@ class ScriptState:
             self.give(NO_MORE)
 
 
-class PeerExchange(Reducer):
-    """The exchange of a node's gradients. `p.grad` is this node's own gradient, and edits act on it.
+class OwnEdits:
+    """Tells people once that a script changes a node's own gradients, where nodes are at unlike
+    iterations."""
 
-    The CPU side computes the mean over nodes.
+    def __init__(
+        self,
+        edits: EditWatch,
+        worker: NodeWorker,
+        tell: Callable[[str], None],
+        unscaled: Callable[[], bool],
+    ) -> None:
+        self._edits, self._worker, self._tell, self._unscaled = edits, worker, tell, unscaled
+        self._is_noted = self._is_told = False
+
+    def note(self) -> None:
+        """Note the gradients as backward has left them."""
+        self._is_noted = not self._is_told
+        if self._is_noted:
+            self._edits.note()
+
+    def look(self) -> None:
+        """Tell of the first change since `note`: the script steps."""
+        if not self._is_noted:
+            return
+        self._is_noted, name = False, self._edits.first_edited(self._unscaled())
+        if name:
+            self._is_told = True
+            if self._worker.leads and self._worker.node == min(self._worker.members):
+                self._tell(self._line(name))
+
+    @staticmethod
+    def _line(name: str) -> str:
+        line = clipped_at()
+        how = at_script_line("torch.nn.utils.clip_grad_norm_", line) if line else "optimizer.step"
+        return (
+            f"{how}: {name}.grad was changed after its backward, and with sync.stale_max above 0 it is this "
+            "node's own: a step is of the mean of what the nodes make of theirs; set sync.stale_max to 0 for "
+            "the mean in p.grad, or call session.clip_grad_norm_, which clips the mean"
+        )
+
+
+class PeerExchange(Reducer):
+    """The exchange of a node's gradients.
+
+    The CPU side computes the mean over nodes. Where nodes make each iteration together
+    (`sync.stale_max = 0`), `p.grad` becomes the mean when the script uses it; else it is this node's own
+    gradient, and edits act on that.
 
     Attributes:
         parameters: this device's copy of the CPU side's parameters.
@@ -152,10 +198,14 @@ class PeerExchange(Reducer):
         self._coding = parts.coding
         self._stale_max, self._overlaid = parts.stale_max, parts.overlaid
         self._returned, self._pace, self._tell = parts.returned, parts.pace, parts.tell
-        self._place, self._unscaled = parts.place, parts.unscaled
-        self._edits, self._told_own = EditWatch(chunks), False
+        self._place = parts.place
+        self._own_edits = OwnEdits(EditWatch(chunks), worker, parts.tell, parts.unscaled)
         self.parameters = LocalParameters(parts.place, worker)
         self._slots = Slots(worker)
+        self._mean = ReadMean(
+            parts.mean, parts.place, self.parameters, self._slots, worker.leads, parts.unscaled
+        )
+        worker.uses.on(lambda: self._mean.answer(self.steps))
         self._script = ScriptState(worker, parts.capture)
         self._computing, self._left = 0.0, 0.0  # smoothed seconds between two steps; the end of the last step
         self._clip: Clip | None = None  # the clipping that the script asked of this iteration's mean
@@ -163,6 +213,7 @@ class PeerExchange(Reducer):
         self._refused = False  # True if no node may make this iteration's step
         # True if the gradients' parameters are from before the others went on without this node:
         self._stale = False
+        self._told_of_sparse = False
         self.seconds = 0.0
         self.staleness = 0
 
@@ -177,6 +228,7 @@ class PeerExchange(Reducer):
     def begin_at(self, iteration: int) -> None:
         """Take the parameters with which `iteration` begins."""
         parameters = self.parameters
+        self._mean.restart()
         self.steps = self._slots.freed = iteration
         # A load of an earlier checkpoint goes back:
         self._worker.at = min(self._worker.at, max(0, iteration - 1))
@@ -187,6 +239,7 @@ class PeerExchange(Reducer):
         self._place.begin(iteration)
 
     def close(self) -> None:
+        self._mean.close()
         super().close()
         self.parameters.detach()
         self._place.detach()
@@ -202,6 +255,7 @@ class PeerExchange(Reducer):
         if returned is None:
             return
         self._clip = None
+        self._mean.leave()
         self._stale = self._stale or self.reduced  # an earlier backward's gradients are in the sum
         self._worker.send(Resumed(incarnation=returned.incarnation))
         self.begin_at(returned.iteration)
@@ -223,32 +277,41 @@ class PeerExchange(Reducer):
     def reduce(self) -> None:
         """Finish the iteration's gradients after backward. Nothing leaves the node before `step`."""
         self._come()
-        if self._is_exact and (name := self._edits.first_with_graph()):
-            self._tell_own(f"backward(create_graph=True): {name}.grad has a graph")
         self._weigh(self.contribute())
         if self._weighed.weight <= 0:  # gradients of weight 0 may be NaN: show none, like a ring
             for bound in self._chunks:
                 for parameter in bound.parameters:
                     parameter.grad = None
         self._sum_up()
-        if self._is_exact:
-            self._edits.note()
+        self._show()
 
-    @property
-    def _is_exact(self) -> bool:
-        """True if each step is one of the mean of several nodes' gradients at one iteration."""
-        return self._stale_max == 0 and len(self._worker.members) > 1
+    def _show(self) -> None:
+        """Let the script have the gradients of a reduction: the mean, once it uses one, if nodes are at one
+        iteration."""
+        several = len(self._worker.members) > 1
+        if self._stale_max == 0:
+            if self._mean.is_here:
+                self._clip = None  # what was clipped was the mean of earlier backwards
+            if several:
+                self._tell_of_sparse()
+            self._mean.begin(self.steps, self._weighed, shows=several)
+        elif several:
+            self._own_edits.note()
 
-    def _tell_own(self, what: str) -> None:
-        """Tell people once that the script computes with gradients as if they were the mean."""
-        tells = self._worker.leads and self._worker.node == min(self._worker.members)
-        if tells and not self._told_own:
-            self._tell(
-                f"{what}, and under strategy 'peers' it is this node's own: a step is of the mean of what "
-                "the nodes make of theirs, not of what one process makes of the mean; "
-                "session.clip_grad_norm_ clips the mean, and strategies ring and server (bsp) show it"
-            )
-        self._told_own = True
+    def _tell_of_sparse(self) -> None:
+        """Tell people once that sparse gradients stay the node's own."""
+        if not self._told_of_sparse and (name := self._place.first_sparse):
+            self._told_of_sparse = True
+            if self._worker.leads and self._worker.node == min(self._worker.members):
+                self._tell(
+                    f"{name}.grad is sparse, and under strategy 'peers' it stays this node's own after "
+                    "backward: the step is of the mean, and what the script reads or changes of it is not; "
+                    "give the layer sparse=False, or set run.strategy to ring, where it uses p.grad"
+                )
+
+    def begins_backward(self) -> None:
+        self._mean.forget()
+        super().begins_backward()
 
     def _sum_up(self) -> None:
         """Sum the gradients over the node's devices."""
@@ -278,19 +341,33 @@ class PeerExchange(Reducer):
 
     def before_step(self, follows: bool = False) -> None:
         self.parameters.check_unchanged()
-        super().before_step(follows)
-        if self._is_exact and (name := self._edits.first_edited(self._unscaled())):
-            line = clipped_at()
-            how = at_script_line("torch.nn.utils.clip_grad_norm_", line) if line else "optimizer.step"
-            self._tell_own(f"{how}: {name}.grad was changed after its backward")
+        self._mean.check_unwritten()
+        with self._mean.plain():
+            super().before_step(follows)
+        self._own_edits.look()
+
+    def note_zeros(self, parameters: Iterable[nn.Parameter]) -> None:
+        with self._mean.plain():
+            super().note_zeros(parameters)
+
+    def begins_step(self) -> None:
+        self._mean.put_back()
+
+    def after_step(self) -> None:
+        super().after_step()
+        self._mean.hide()
 
     def refuse(self) -> None:
         self._refused = self._stale_max == 0  # else other nodes may have used it already
 
     def clip(self, by: Clipping) -> Tensor:
-        """Let the CPU side clip the mean, whose norm this node does not know; return this node's own norm."""
+        """Clip the mean if it is here. Else let the CPU side do so, and return this node's own norm."""
         self._clip = Clip(max_norm=float(by.max_norm), norm_type=float(by.norm_type))
-        return by.measure()
+        if self._mean.is_here:
+            return super().clip(by)
+        self._mean.clips(self._clip)
+        with self._mean.plain():
+            return by.measure()
 
     @torch.no_grad()
     def step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
@@ -308,19 +385,11 @@ class PeerExchange(Reducer):
             self._computing += 0.2 * (computing - self._computing) if self._computing else computing
         least = self.steps + 1 - self._stale_max
         if self._overlaid and self.parameters.at >= least:
-            self._await_own()
+            self.parameters.give_time(FRESH_SHARE * self._computing, self.steps + 1)
         self.go_on(self.steps + 1, least)
         self._left = time.perf_counter()
         self.seconds = self._left - began - (self._worker.seconds_waited - waited)
         self._end_step()
-
-    def _await_own(self) -> None:
-        """Wait for parameters overlaid with this iteration's own contribution, if the wait is short."""
-        limit, own = FRESH_SHARE * self._computing, self.steps + 1
-        self._worker.give_time(
-            limit if self.parameters.overlaying <= limit else 0.0,
-            lambda: self.parameters.through >= own or self._worker.returned is not None,
-        )
 
     def settle(self, *, takes: bool = True) -> None:
         """Wait until all contributions of this node are applied, and take those parameters; with `takes`
@@ -351,15 +420,23 @@ class PeerExchange(Reducer):
         """
         parameters = self.parameters
         if parameters.at < least and self._worker.returned is None:
-            stand = WorkerStand(self._worker.introduction.place.rank, self._stand(iteration))
-            self._worker.send(Want(iteration=iteration, least=least, stand=stand))
-            self._worker.wait(
-                lambda: parameters.at >= least or self._worker.returned is not None,
-                lambda: (
-                    f"{why}the global iteration to be {least}, before iteration {iteration}; "
-                    f"it is {parameters.at}"
-                ),
-            )
+            at = self._worker.call or gradients(max(0, iteration - 1), waiting_line())
+            stand = WorkerStand(self._worker.introduction.place.rank, at)
+            is_over = False
+            while not is_over:
+                self._worker.send(Want(iteration=iteration, least=least, stand=stand))
+                self._worker.wait(
+                    lambda: (
+                        parameters.at >= least or self._worker.returned is not None or self._mean.is_asked()
+                    ),
+                    lambda: (
+                        f"{why}the global iteration to be {least}, before iteration {iteration}; "
+                        f"it is {parameters.at}"
+                    ),
+                )
+                is_over = parameters.at >= least or self._worker.returned is not None
+                if not is_over:
+                    self._answer()
         if takes and self._worker.returned is None:
             parameters.take_newest()
 
@@ -367,9 +444,13 @@ class PeerExchange(Reducer):
         """Pass on a warning about batches of different epochs."""
         self._calls.epochs_mixed(line)
 
-    def _stand(self, iteration: int) -> Stand:
-        """Return this worker's place in its script while it waits before `iteration`."""
-        return self._worker.call or gradients(max(0, iteration - 1), waiting_line())
+    def _answer(self) -> None:
+        """Bring this node's gradients to another one's script while this one waits, unless it is left out."""
+        try:
+            self._mean.answer(self.steps)
+        except GivenUpError:
+            if self._worker.returned is None and not self._worker.is_out:
+                raise
 
     def end(self, where: str) -> None:
         """Return when all iterations are applied, as the session ends at `where`. From now on any time is a
@@ -387,6 +468,7 @@ class PeerExchange(Reducer):
         assert memory is not None
         self._slots.await_free(self.steps, memory.plan.slots)
         if self._worker.returned is not None or not self._worker.leads:
+            self._mean.contributed([], accepted=accepted)
             self._place.begin(self.steps + 1)
             return
         present = self._place.write(self.steps, own.weight > 0)
@@ -401,10 +483,13 @@ class PeerExchange(Reducer):
                 present=present,
                 hyperparameters=hyperparameters,
                 clip=self._clip,
+                mean=self._mean.is_here,
+                clipped=self._mean.is_here and self._clip is not None,
                 note=msgspec.msgpack.encode(note),
                 refused=self._refused,
             )
         )
+        self._mean.contributed(present, accepted=accepted)
         sent_to = max(0, len(self._worker.members) - 1)
         coding = self._coding
         self.bytes_sent += sent_to * sum(coding.size(run.numel, run.dtype) for run in memory.plan.trained)

@@ -115,6 +115,7 @@ class LentTiers(Tiers):
             values=place.lent(),
             gradients=place.payloads,
             peak=place.host_peak,
+            hiding=place.hiding,
         )
         place.fitted = self.fitted = fitted
 

@@ -10,16 +10,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from atoll.core.errors import UserError
 from atoll.exchange.hostmemory import HostMemory
 from atoll.memory.lent import LentModel, Turns
 from atoll.memory.payloads import Payloads, TensorPayloads
+from atoll.memory.untilread import Hiding, UntilRead
 from atoll.tensors.binding import BoundChunk, Buffer
 from atoll.tensors.changed import ChangedParameters, Looks
 from atoll.tensors.sparse import copy_gradient
 from atoll.tensors.torch_compat import version_of
+from atoll.train.gradients.unread import UnreadGradients
 from atoll.train.sync.peersworker import NodeWorker
 from atoll.wire.device import Freed, Published, Release, Returned
 
@@ -59,6 +61,31 @@ class DeviceParameters(Protocol):
     def stepped(self) -> None:
         """Note that the step is made, and that the next iteration's slot may be written."""
 
+    def begin_hiding(self, until: UntilRead) -> None:
+        """Ask `until` before the script uses one of the gradients that are there now."""
+
+    def put_back(self) -> None:
+        """Let the script have gradients as they are."""
+
+    def hide(self) -> None:
+        """Hide gradients again after `put_back`."""
+
+    def end_hiding(self) -> None:
+        """Let nobody have the gradients that are hidden now: the session ends, and with it the way to their
+        mean."""
+
+    @property
+    def first_sparse(self) -> str:
+        """The first parameter with a sparse gradient, which cannot be hidden; "" for none."""
+
+    def first_written(self, unscaled: bool) -> str:
+        """Return the first parameter whose hidden gradient was changed through another tensor over its
+        memory; "" for none. `unscaled`: a GradScaler has divided the gradients."""
+
+    def become(self, means: Mapping[int, Tensor]) -> None:
+        """Overwrite the gradients that `put_back` has shown by `means`, (extent,) of each chunk in host
+        memory, but for those that the script has overwritten."""
+
     waits_for_next: bool
 
 
@@ -72,6 +99,7 @@ class OnDevice:
         self._slots: list[dict[int, Buffer]] = []  # by slot and chunk: the memory for gradients
         self._versions, self._looks = self._seen(), Looks()
         self._comparing = [ChangedParameters(bound) for bound in chunks]
+        self._unread = UnreadGradients([parameter for bound in chunks for parameter in bound.parameters])
 
     def attach(self, memory: HostMemory, iteration: int) -> None:
         del iteration
@@ -131,6 +159,39 @@ class OnDevice:
     def stepped(self) -> None:
         """Do nothing."""
 
+    def begin_hiding(self, until: UntilRead) -> None:
+        self._unread.begin(until)
+
+    def hide(self) -> None:
+        self._unread.hide()
+
+    def end_hiding(self) -> None:
+        """Do nothing: whoever uses one is told so."""
+
+    def put_back(self) -> None:
+        self._unread.put_back()
+
+    @property
+    def first_sparse(self) -> str:
+        gradients = ((name, p.grad) for bound in self._chunks for name, p in _named(bound))
+        return next((name for name, gradient in gradients if gradient is not None and gradient.is_sparse), "")
+
+    def first_written(self, unscaled: bool) -> str:
+        written = self._unread.first_written(unscaled)
+        named = (each for bound in self._chunks for each in _named(bound))
+        return "" if written is None else next(name for name, parameter in named if parameter is written)
+
+    def become(self, means: Mapping[int, Tensor]) -> None:
+        by_parameter: dict[nn.Parameter, Tensor] = {}
+        for bound in self._chunks:
+            views = Buffer(bound.chunk, bound.parameters, means[bound.chunk.id]).views
+            by_parameter.update(zip(bound.parameters, views, strict=True))
+        self._unread.become(by_parameter)
+
+
+def _named(bound: BoundChunk) -> Iterator[tuple[str, nn.Parameter]]:
+    return zip(bound.names, bound.parameters, strict=True)
+
 
 def _write(bound: BoundChunk, into: Buffer, weighs: bool) -> bytes:
     present = []
@@ -149,6 +210,7 @@ class Lent:
     Attributes:
         fitted: the model under its budgets; None until it lies there.
         payloads: where gradients lie.
+        hiding: the gradients that are hidden from the script.
         host_peak: the bytes of the memory shared with the CPU side; on other devices than the leader, of
             their own gradients.
     """
@@ -160,6 +222,7 @@ class Lent:
         self.fitted: LentModel | None = None
         self.payloads: Payloads = TensorPayloads()
         self.host_peak = 0
+        self.hiding = Hiding()
         self._memory: HostMemory | None = None
         self._frozen: Mapping[int, Tensor] = {}  # frozen values of a memory from which nothing was taken yet
         self._first: Mapping[int, Tensor] = {}
@@ -223,6 +286,33 @@ class Lent:
 
     def stepped(self) -> None:
         self.model.step_ended()
+
+    def begin_hiding(self, until: UntilRead) -> None:
+        self.hiding.begin(until)
+
+    def hide(self) -> None:
+        self.hiding.hide()
+
+    def end_hiding(self) -> None:
+        for bound in self._chunks:
+            for parameter in bound.parameters:
+                parameter.grad = None  # else it would be this node's own from here on
+        self.hiding.put_back()
+
+    def put_back(self) -> None:
+        self.hiding.put_back()
+
+    @property
+    def first_sparse(self) -> str:
+        return ""  # gradients in chunks are dense
+
+    def first_written(self, unscaled: bool) -> str:
+        del unscaled
+        return ""  # no tensor of the script lies over a gradient in a chunk
+
+    def become(self, means: Mapping[int, Tensor]) -> None:
+        for chunk, mean in means.items():
+            self.model.show_mean(chunk, mean)
 
 
 class LocalParameters:
@@ -291,6 +381,14 @@ class LocalParameters:
     @property
     def _copied(self) -> Mapping[int, Tensor]:
         return {} if self.memory is None or self._held is None else self.memory.buffer(self._held)
+
+    def give_time(self, seconds: float, own: int) -> None:
+        """Wait for parameters that include this node's contributions before iteration `own`, if the CPU side
+        needs at most `seconds`."""
+        self._worker.give_time(
+            seconds if self.overlaying <= seconds else 0.0,
+            lambda: self.through >= own or self._worker.returned is not None,
+        )
 
     def check_unchanged(self) -> None:
         """Raise UserError if the script has written to a parameter: the CPU side would not know.

@@ -34,8 +34,8 @@ class DevicesSum(Protocol):
 class DevicesExchange(PeerExchange):
     """The exchange of a node with several devices.
 
-    `p.grad` shows the node's mean after backward, and edits act on the node's contribution. All devices must
-    make equal edits.
+    Where nodes are at different iterations (`sync.stale_max` above 0), `p.grad` shows the node's mean after
+    backward, and edits act on the node's contribution. All devices must make equal edits.
     """
 
     acts_before_state_dict = False  # one device alone may ask for the state_dict
@@ -77,6 +77,7 @@ class DevicesExchange(PeerExchange):
         self._come()
         with one_node_in_trouble():
             self._sum_up()
+        self._show()
 
     def _is_whole(self, own: ContributionWeight, of_group: ContributionWeight) -> None:
         self._weigh(of_group)

@@ -16,13 +16,14 @@ from typing import Any
 import msgspec
 
 from atoll.core.decoding import from_msgpack
-from atoll.core.errors import AtollError, DeadlineError
+from atoll.core.errors import AtollError, DeadlineError, MismatchError
 from atoll.core.stands import Stand
 from atoll.peers.settings import NodeSettings
 from atoll.train.members.peersintroduction import Introduction
 from atoll.train.sync.peersdevices import Devices
 from atoll.train.sync.peersstart import CpuSide
 from atoll.wire.device import (
+    Asked,
     Awake,
     CaptureAt,
     DeviceMessage,
@@ -47,6 +48,37 @@ _LEAVING_SECONDS = NodeSettings.linger + 5.0
 _LEADERS = (Waiting, Figures, Notice)  # messages for the leader alone
 
 Handler = Callable[[Any], None]
+
+
+class Uses:
+    """The meetings for means of gradients to which this worker comes from other calls.
+
+    Attributes:
+        asked: the latest meeting that another node has named, in which its script is.
+    """
+
+    def __init__(self) -> None:
+        self.asked = Asked(number=0, what="")
+        self._answers: list[Callable[[], bool]] = []
+
+    def ask(self, message: Asked) -> None:
+        self.asked = message
+
+    def on(self, answer: Callable[[], bool]) -> None:
+        """Call `answer` where this worker must bring its gradients; it returns False if it has none to bring
+        any more."""
+        self._answers.append(answer)
+
+    def answer(self) -> None:
+        """Bring this worker's gradients to the next meeting.
+
+        Raises MismatchError if there is no model.
+        """
+        if not any(answer() for answer in self._answers):
+            raise MismatchError(
+                "another node's script uses p.grad, and this node's has no model yet, or not any more: every "
+                "node's script must make the same calls in the same order"
+            )
 
 
 class NodeWorker:
@@ -76,6 +108,7 @@ class NodeWorker:
             awake.
         is_out: True while this node is left out.
         meets: True while the script is in a meeting, which it cannot leave to come back.
+        uses: the meetings in which other nodes' scripts are, for means of gradients.
         call: the place of the session's call in which the script is; None for none.
     """
 
@@ -108,6 +141,7 @@ class NodeWorker:
         self.left_out = False
         self.is_out = False
         self.meets = False
+        self.uses = Uses()
         self.call: Stand | None = None
         self._holds_up = ""  # the CPU side's latest reason why the global iteration does not go on
         self._handlers: dict[type, list[Handler]] = {}
@@ -117,6 +151,7 @@ class NodeWorker:
         self.on(Members, self._handle_members)
         self.on(CaptureAt, lambda message: self.wanted.append(message.iteration))
         self.on(LeftOut, self._handle_left_out)
+        self.on(Asked, self.uses.ask)
         self.on(Returned, self._handle_returned)
 
     @property
