@@ -171,7 +171,7 @@ def watch_steps(session: atoll.Session) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ["asp", "peers", "server"])
-def test_a_hook_before_the_step_sees_this_worker_s_own_gradient_where_the_mean_is_made_elsewhere(
+def test_a_hook_before_the_step_sees_the_mean_or_under_asp_this_worker_s_own_gradient(
     pool: WorkerPool, kind: str
 ) -> None:
     own: list[list[float]] = [[] for _ in range(WORLD)]
@@ -183,4 +183,4 @@ def test_a_hook_before_the_step_sees_this_worker_s_own_gradient_where_the_mean_i
             net.zero_grad()
     mean = [sum(each) / WORLD for each in zip(*own, strict=True)]
     for rank, shown in enumerate(run_at(pool, kind, watch_steps, world=WORLD)):
-        assert shown == pytest.approx(mean if kind == "server" else own[rank], abs=1e-12)
+        assert shown == pytest.approx(own[rank] if kind == "asp" else mean, abs=1e-12)

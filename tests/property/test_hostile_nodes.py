@@ -198,7 +198,7 @@ def test_members_end_a_run_by_one_line_or_not_at_all(monkeypatch: pytest.MonkeyP
     for seed in range(runs):
         with node(monkeypatch, drawing(100 + seed)) as hostile:
             try:
-                hostile.lie([1, 2, STRANGER], 200)
+                hostile.lie([1, 2, STRANGER], 60)
                 hostile.lives()
             except AtollError as error:
                 raised = error
