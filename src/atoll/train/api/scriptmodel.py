@@ -55,7 +55,7 @@ class Batches(Protocol):
 
 @dataclass(frozen=True)
 class Given:
-    """What the script has given one call of `session.prepare`.
+    """The arguments of one call of `session.prepare`.
 
     Attributes:
         model: the model, perhaps compiled.

@@ -40,7 +40,7 @@ _STEPPED = ", after its step"  # end of a meeting's purpose
 
 
 class Brought(msgspec.Struct, frozen=True):
-    """What a node says of the gradients that it brings.
+    """A node's description of the gradients that it brings to a mean.
 
     Attributes:
         iteration: the iteration that they are of.
