@@ -7,12 +7,15 @@ compared with plain PyTorch's.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
 
 import atoll
 from atoll.core.config import Config, Groups, Run, Sync
@@ -520,10 +523,55 @@ def scales_differ(session: atoll.Session | None) -> list[list[Tensor]]:
     return found
 
 
+def another_one_scales(session: atoll.Session | None) -> list[list[Tensor]]:
+    """A GradScaler scales the loss of another model, which each node trains by itself; node 1's scale is half
+    of node 0's."""
+    loop, found, other = Loop(session), [], nn.Linear(32, 1, dtype=torch.float64)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0 if session is None or session.rank == 0 else 512.0)
+    for loop.step in range(3):
+        x, _ = batch(loop.step, 0)
+        loop.number = 0
+        if loop.step:  # in the first step it has scaled a loss of which no backward comes
+            scaler.scale(other(x).sum()).backward()
+        else:
+            scaler.scale(other(x).sum())
+        loop.backward()
+        seen = loop.norm()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        found.append([*(p.detach().clone() for p in loop.parameters), seen])
+    return found
+
+
+def scaled_in_pieces(session: atoll.Session | None) -> list[list[Tensor]]:
+    """The gradients of a step are of two backwards, the first of which does not reduce, and each of which has
+    a checkpoint's backward within it."""
+    loop, found = Loop(session), []
+    scale = 1024.0 if session is None or session.rank == 0 else 512.0
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=100)
+    for loop.step in range(3):
+        for number in range(2):
+            x, y = batch(loop.step, number)
+            if session is not None:
+                x, y = x[session.rank :: 2], y[session.rank :: 2]
+            with session.no_sync() if session is not None and not number else nullcontext():
+                y_hat = checkpoint(loop.net, x.requires_grad_(), use_reentrant=True)
+                scaler.scale(mse_loss(y_hat, y) / 2).backward()
+        seen = loop.norm() / scale
+        scaler.step(loop.optimizer)
+        scaler.update()
+        loop.optimizer.zero_grad()
+        found.append([*(p.detach().clone() for p in loop.parameters), seen])
+    return found
+
+
 @pytest.mark.parametrize("kind", ["peers", "peers tiers"])
-def test_gradients_with_unlike_scales_have_one_mean(pool: WorkerPool, kind: str) -> None:
-    right = scales_differ(None)
-    for worker in run_at(pool, kind, scales_differ):
+@pytest.mark.parametrize("loop", [scales_differ, another_one_scales, scaled_in_pieces])
+def test_gradients_have_one_mean_whatever_scale_is_in_them(
+    pool: WorkerPool, kind: str, loop: Callable[..., list[list[Tensor]]]
+) -> None:
+    right = loop(None)
+    for worker in run_at(pool, kind, loop):
         for got, expected in zip(worker, right, strict=True):
             for mine, its in zip(got, expected, strict=True):
                 assert torch.allclose(mine, its, rtol=1e-6, atol=1e-9)

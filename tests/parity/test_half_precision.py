@@ -16,7 +16,7 @@ pytestmark = pytest.mark.sampled
 LARGE = 4000.0  # 32 times that is beyond float16's largest number, 65504
 RATE = 2.0**-20
 SIZES = ((32, 32), (1, 2), (32, 32))  # samples of the two workers, by step
-OWN = ("asp", "peers", "peers tiers")  # kinds in which p.grad is this worker's own
+OWN = ("asp", "peers tiers")  # kinds in which p.grad is this worker's own
 
 
 def train(

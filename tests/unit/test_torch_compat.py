@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, LinearLR, SequentialLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from atoll.core.errors import UserError
@@ -583,6 +584,42 @@ def test_a_scale_is_known_until_it_is_forgotten(how: dict[str, Any]) -> None:
     assert seen == [(256.0, False)]
     compat.forget_scale(optimizer)
     assert compat.scale_of(optimizer) == 1.0
+
+
+@pytest.mark.usefixtures("patched")
+def test_the_scale_of_a_backward() -> None:
+    """It is the scale of the backward under way or of one around it, and of no other."""
+    parameter, scaler = nn.Parameter(torch.ones(2)), torch.amp.GradScaler("cpu", init_scale=8.0)
+    found: list[float | None] = []
+
+    def look(*_: Any) -> None:
+        read = compat.scale_of_backward()
+        kept.append(read)
+        found.append(None if read is None else read())
+
+    def fail(*_: Any) -> None:
+        raise ValueError
+
+    kept: list[Any] = []  # what reads a scale keeps no backward alive
+    parameter.register_post_accumulate_grad_hook(look)  # type: ignore[no-untyped-call]
+    scaler.scale(parameter.sum()).backward()
+    parameter.sum().backward()  # not scaled
+    scaled = scaler.scale(parameter.sum())
+    parameter.sum().backward()  # while a scaled loss waits for its backward
+    scaled.backward()
+    x = torch.ones(2, requires_grad=True)
+    within = checkpoint(lambda each: (each * parameter).sum(), x, use_reentrant=True)
+    scaler.scale(within).backward()
+    raising = parameter.sum()
+    raising.register_hook(fail)
+    with pytest.raises(ValueError):
+        scaler.scale(raising).backward()
+    parameter.sum().backward()
+    torch.autograd.grad(scaler.scale(parameter.sum()), parameter)
+    parameter.sum().backward()
+    disabled = torch.amp.GradScaler("cpu", enabled=False)
+    disabled.scale(parameter.sum()).backward()
+    assert found == [8.0, None, None, 8.0, 8.0, None, None, None]
 
 
 @pytest.mark.usefixtures("patched")

@@ -782,26 +782,48 @@ def _step_with_scale(scaler: torch.amp.GradScaler, optimizer: Any, *more: Any, *
     return _make_step(scaler, optimizer, *more, **named)
 
 
-_scaled: list[ReferenceType[torch.amp.GradScaler]] = []  # the latest scaler that has scaled a loss
+class _ScaledBackward:
+    """A backward of a loss that `scaler` has scaled. It lives as long as autograd runs it."""
+
+    def __init__(self, scaler: ReferenceType[torch.amp.GradScaler]) -> None:
+        self.scaler = scaler
+
+    def __call__(self) -> None:
+        """Do nothing at the end of the backward: autograd keeps alive until then what it calls."""
+
+
+_scaled_backward: Callable[[], _ScaledBackward | None] = lambda: None  # the latest one, while it runs
 
 
 @functools.wraps(_scale_outputs)
 def _scale_noted(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
-    _scaled[:] = [ref(scaler)]
-    return _scale_outputs(scaler, outputs)
+    scaled = _scale_outputs(scaler, outputs)
+    if scaler.is_enabled():
+        of = ref(scaler)
+        for each in tree_leaves(scaled):
+            if isinstance(each, Tensor) and each.requires_grad:
+                each.register_hook(lambda _: _note_backward(of))
+    return scaled
 
 
-def latest_scale() -> Callable[[], float] | None:
-    """Return a function that reads the scale of the GradScaler that has scaled a loss since the last call;
-    None if none has. Heard by a patch of the public `GradScaler.scale` (`count_unscaling`)."""
-    latest = [*_scaled]
-    _scaled.clear()
+def _note_backward(scaler: ReferenceType[torch.amp.GradScaler]) -> None:
+    global _scaled_backward
+    backward = _ScaledBackward(scaler)
+    at_end_of_backward(backward)
+    _scaled_backward = ref(backward)
 
-    def read() -> float:
-        scaler = latest[0]()
-        return 1.0 if scaler is None else float(scaler.get_scale()) or 1.0
 
-    return read if latest else None
+def scale_of_backward() -> Callable[[], float] | None:
+    """Return a function that reads the scale of the GradScaler that has scaled the loss of the backward under
+    way, or of one around it; None if none has. Heard by a patch of the public `GradScaler.scale`
+    (`count_unscaling`)."""
+    backward = _scaled_backward()
+    return None if backward is None else functools.partial(_scale_now, backward.scaler)
+
+
+def _scale_now(held: ReferenceType[torch.amp.GradScaler]) -> float:
+    scaler = held()
+    return 1.0 if scaler is None else float(scaler.get_scale()) or 1.0
 
 
 _unscaling = set[object]()  # optimizers whose gradients a GradScaler divides now

@@ -219,12 +219,16 @@ class Own(GroupSum):
     """The sum of a worker that sums with nobody: gradients stay where autograd leaves them."""
 
     def reduce(self, own: ContributionWeight) -> ContributionWeight:
-        for bound in self._chunks:
-            for name, parameter in zip(bound.names, bound.parameters, strict=True):
-                gradient = parameter.grad
-                if gradient is not None and gradient.layout != torch.strided:
-                    check_summable(name, gradient)
+        _check_layouts(self._chunks)
         return own
+
+
+def _check_layouts(chunks: Iterable[BoundChunk]) -> None:
+    for bound in chunks:
+        for name, parameter in zip(bound.names, bound.parameters, strict=True):
+            gradient = parameter.grad
+            if gradient is not None and gradient.layout != torch.strided:
+                check_summable(name, gradient)
 
 
 class AtEnd(GroupSum):
@@ -240,4 +244,13 @@ class AtEnd(GroupSum):
         super().close()
 
     def reduce(self, own: ContributionWeight) -> ContributionWeight:
+        return own
+
+
+class OwnAtEnd(AtEnd):
+    """The sum of a worker that sums with nobody, which uses the gradients at the end of a backward, whatever
+    forward that is of."""
+
+    def reduce(self, own: ContributionWeight) -> ContributionWeight:
+        _check_layouts(self._chunks)
         return own

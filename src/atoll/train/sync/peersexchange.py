@@ -30,7 +30,7 @@ from atoll.tensors.binding import BoundChunk
 from atoll.tensors.torch_compat import clipped_at
 from atoll.train.gradients.reducer import Calls, Clipping, Reducer
 from atoll.train.gradients.samples import ContributionWeight
-from atoll.train.gradients.sums import MakeSum, Own
+from atoll.train.gradients.sums import MakeSum, OwnAtEnd
 from atoll.train.gradients.watch import EditWatch
 from atoll.train.sync.peersmean import NodesMean, ReadMean
 from atoll.train.sync.peersparameters import DeviceParameters, LocalParameters, Slots
@@ -191,7 +191,7 @@ class PeerExchange(Reducer):
     sums_samples = False  # the CPU side reports the samples of all nodes
 
     def __init__(
-        self, chunks: Sequence[BoundChunk], calls: Calls, parts: NodeParts, make_sum: MakeSum = Own
+        self, chunks: Sequence[BoundChunk], calls: Calls, parts: NodeParts, make_sum: MakeSum = OwnAtEnd
     ) -> None:
         super().__init__(chunks, calls, make_sum)
         worker = self._worker = parts.worker
@@ -310,7 +310,7 @@ class PeerExchange(Reducer):
                 )
 
     def begins_backward(self) -> None:
-        self._mean.forget()
+        self._mean.begins_backward()
         super().begins_backward()
 
     def _sum_up(self) -> None:

@@ -28,7 +28,7 @@ from atoll.core.weighing import KNOWN, are_certain, beyond, weight_of
 from atoll.memory.untilread import UntilRead
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.finite import is_finite
-from atoll.tensors.torch_compat import latest_scale
+from atoll.tensors.torch_compat import scale_of_backward
 from atoll.train.gradients.samples import ContributionWeight
 from atoll.train.members.meetings import bytes_of
 from atoll.train.members.workers import Workers
@@ -272,14 +272,11 @@ class ReadMean:
         goes_on = former.iteration == iteration and not former.stepped
         if self.is_here or not goes_on:
             self._clip = None
-        if not goes_on:
-            self._scale = _no_scale
         reductions = former.reductions + 1 if goes_on else 1
         missed, count = self._passed
         if missed == iteration and reductions <= count and own.weight > 0:
             check("call", Choices({"call": "p.grad", "gradients": "late", "step": iteration}))
         self._brought = Brought(iteration, reductions, own.weight, own.samples, own.basis, own.alike)
-        self._scale = latest_scale() or self._scale
         self.is_here = False
         if shows:
             self._until = UntilRead(self._become)
@@ -291,8 +288,11 @@ class ReadMean:
         if waits and not self._brought.stepped and (name := self._place.first_written(self._unscaled())):
             check("call", Choices({"call": "p.grad", "gradients": "written", "name": name}))
 
-    def forget(self) -> None:
+    def begins_backward(self) -> None:
         """Show plain gradients: others come, and the mean of these cannot be had any more."""
+        scale = scale_of_backward()
+        if scale is not None or self._brought.stepped:
+            self._scale = scale or _no_scale
         self._place.put_back()
         self._brought = msgspec.structs.replace(self._brought, is_whole=self._brought.stepped)
         self._drop()
@@ -315,13 +315,13 @@ class ReadMean:
         self._place.put_back()
         if self._until is not None:
             self._until.end()
-        self._brought = Brought(-1)
+        self._brought, self._scale = Brought(-1), _no_scale
 
     def restart(self) -> None:
         """Forget this iteration's gradients: another one begins than the next."""
         self._place.put_back()
         self._drop()
-        self._brought, self.is_here = Brought(-1), False
+        self._brought, self._scale, self.is_here = Brought(-1), _no_scale, False
 
     @contextmanager
     def plain(self) -> Iterator[None]:
