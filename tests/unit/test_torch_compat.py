@@ -598,7 +598,7 @@ def test_the_scale_of_a_backward() -> None:
         found.append(None if read is None else read())
 
     def fail(*_: Any) -> None:
-        raise ValueError
+        raise ValueError("planted")
 
     kept: list[Any] = []  # what reads a scale keeps no backward alive
     parameter.register_post_accumulate_grad_hook(look)  # type: ignore[no-untyped-call]
@@ -612,7 +612,7 @@ def test_the_scale_of_a_backward() -> None:
     scaler.scale(within).backward()
     raising = parameter.sum()
     raising.register_hook(fail)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="planted"):
         scaler.scale(raising).backward()
     parameter.sum().backward()
     torch.autograd.grad(scaler.scale(parameter.sum()), parameter)

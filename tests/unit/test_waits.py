@@ -137,9 +137,9 @@ REVIEWED: dict[str, str] = {
     "launch/ends.py: EndWatch._wait: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)": (
         "a thread whose task is to wait for a child's end"
     ),
-    "train/sync/peersexchange.py: PeerExchange.go_on: self._worker.wait(lambda: parameters.at"
-    " >= least or self._worker.returned is not None or self._mean.is_asked(), lambda: f'{why}"
-    "the global iteration to be {least}, before iteration {iteration}; it is {parameters.at}'"
+    "train/sync/peersexchange.py: NextParameters.take: worker.wait(lambda: is_over() or "
+    "self._is_asked(), lambda: f'{why}the global iteration to be {least}, before iteration {iteration}; "
+    "it is {parameters.at}'"
     "), again and again": (
         "each wait has a deadline; it begins again once this node has come to another's use of the mean"
     ),

@@ -792,7 +792,7 @@ class _ScaledBackward:
         """Do nothing at the end of the backward: autograd keeps alive until then what it calls."""
 
 
-_scaled_backward: Callable[[], _ScaledBackward | None] = lambda: None  # the latest one, while it runs
+_scaled_backward: ReferenceType[_ScaledBackward] | None = None  # the latest one, while it runs
 
 
 @functools.wraps(_scale_outputs)
@@ -802,7 +802,7 @@ def _scale_noted(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
         of = ref(scaler)
         for each in tree_leaves(scaled):
             if isinstance(each, Tensor) and each.requires_grad:
-                each.register_hook(lambda _: _note_backward(of))
+                each.register_hook(lambda _: _note_backward(of))  # type: ignore[no-untyped-call]
     return scaled
 
 
@@ -817,7 +817,7 @@ def scale_of_backward() -> Callable[[], float] | None:
     """Return a function that reads the scale of the GradScaler that has scaled the loss of the backward under
     way, or of one around it; None if none has. Heard by a patch of the public `GradScaler.scale`
     (`count_unscaling`)."""
-    backward = _scaled_backward()
+    backward = None if _scaled_backward is None else _scaled_backward()
     return None if backward is None else functools.partial(_scale_now, backward.scaler)
 
 

@@ -203,8 +203,8 @@ class Peers:
         if not are_in_one_epoch(stands.values()):
             raise MismatchError(describe_mismatch(by_worker))
         line = mixed_epochs(by_worker)
-        if line and self.exchange is not None:
-            self.exchange.epochs_mixed(line)
+        if line and self._model is not None:
+            self._model.training.calls.epochs_mixed(line)
 
     def before_load(self) -> bool:
         """Wait until all contributions of this node are applied; return True if the script has written to

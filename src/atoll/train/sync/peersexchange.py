@@ -133,9 +133,8 @@ class ScriptState:
             self.give(NO_MORE)
 
 
-class OwnEdits:
-    """Tells people once that a script changes a node's own gradients, where nodes are at unlike
-    iterations."""
+class OwnGradients:
+    """Tells people once, by the first node, where what a script sees or changes is a node's own gradient."""
 
     def __init__(
         self,
@@ -145,11 +144,11 @@ class OwnEdits:
         unscaled: Callable[[], bool],
     ) -> None:
         self._edits, self._worker, self._tell, self._unscaled = edits, worker, tell, unscaled
-        self._is_noted = self._is_told = False
+        self._is_noted = self._told_of_edits = self._told_of_sparse = False
 
     def note(self) -> None:
-        """Note the gradients as backward has left them."""
-        self._is_noted = not self._is_told
+        """Note the gradients as backward has left them, where nodes are at unlike iterations."""
+        self._is_noted = not self._told_of_edits
         if self._is_noted:
             self._edits.note()
 
@@ -159,19 +158,88 @@ class OwnEdits:
             return
         self._is_noted, name = False, self._edits.first_edited(self._unscaled())
         if name:
-            self._is_told = True
-            if self._worker.leads and self._worker.node == min(self._worker.members):
-                self._tell(self._line(name))
+            self._told_of_edits = True
+            line = clipped_at()
+            how = at_script_line("torch.nn.utils.clip_grad_norm_", line) if line else "optimizer.step"
+            self._tell_all(
+                f"{how}: {name}.grad was changed after its backward, and with sync.stale_max above 0 it is "
+                "this node's own: a step is of the mean of what the nodes make of theirs; set "
+                "sync.stale_max to 0 for the mean in p.grad, or call session.clip_grad_norm_, which clips "
+                "the mean"
+            )
 
-    @staticmethod
-    def _line(name: str) -> str:
-        line = clipped_at()
-        how = at_script_line("torch.nn.utils.clip_grad_norm_", line) if line else "optimizer.step"
-        return (
-            f"{how}: {name}.grad was changed after its backward, and with sync.stale_max above 0 it is this "
-            "node's own: a step is of the mean of what the nodes make of theirs; set sync.stale_max to 0 for "
-            "the mean in p.grad, or call session.clip_grad_norm_, which clips the mean"
-        )
+    def tell_of_sparse(self, name: str) -> None:
+        """Tell that the gradient of the parameter `name` is sparse; "" for none."""
+        if name and not self._told_of_sparse:
+            self._told_of_sparse = True
+            self._tell_all(
+                f"{name}.grad is sparse, and under strategy 'peers' it stays this node's own after "
+                "backward: the step is of the mean, and what the script reads or changes of it is not; "
+                "give the layer sparse=False, or set run.strategy to ring, where it uses p.grad"
+            )
+
+    def _tell_all(self, line: str) -> None:
+        if self._worker.leads and self._worker.node == min(self._worker.members):
+            self._tell(line)
+
+
+class NextParameters:
+    """The parameters with which a node's next iteration begins, and the wait for them.
+
+    A node waits only if those that it has would be staler than allowed. Meanwhile it brings its gradients to
+    means that other nodes' scripts want.
+    """
+
+    def __init__(
+        self,
+        worker: NodeWorker,
+        parameters: LocalParameters,
+        is_asked: Callable[[], bool],
+        answer: Callable[[], object],
+    ) -> None:
+        """`is_asked()` is True while another node's script waits for this node's gradients, and `answer`
+        brings them."""
+        self._worker, self._parameters = worker, parameters
+        self._is_asked, self._answer = is_asked, answer
+
+    def take(self, iteration: int, least: int, why: str = "", *, takes: bool = True) -> None:
+        """Take the newest parameters; wait if the global iteration is below `least`.
+
+        Args:
+            iteration: this node's next iteration, for errors.
+            least: the least global iteration with which `iteration` may begin.
+            why: the reason, which stands before the wait's description in errors.
+            takes: False to leave the parameters as they are.
+        """
+        worker, parameters = self._worker, self._parameters
+
+        def is_over() -> bool:
+            return parameters.at >= least or worker.returned is not None
+
+        if not is_over():
+            at = worker.call or gradients(max(0, iteration - 1), waiting_line())
+            stand = WorkerStand(worker.introduction.place.rank, at)
+            while not is_over():
+                worker.send(Want(iteration=iteration, least=least, stand=stand))
+                worker.wait(
+                    lambda: is_over() or self._is_asked(),
+                    lambda: (
+                        f"{why}the global iteration to be {least}, before iteration {iteration}; "
+                        f"it is {parameters.at}"
+                    ),
+                )
+                if not is_over():
+                    self._bring()
+        if takes and worker.returned is None:
+            parameters.take_newest()
+
+    def _bring(self) -> None:
+        """Bring this node's gradients to another one's script, unless this node is left out."""
+        try:
+            self._answer()
+        except GivenUpError:
+            if self._worker.returned is None and not self._worker.is_out:
+                raise
 
 
 class PeerExchange(Reducer):
@@ -199,13 +267,18 @@ class PeerExchange(Reducer):
         self._stale_max, self._overlaid = parts.stale_max, parts.overlaid
         self._returned, self._pace, self._tell = parts.returned, parts.pace, parts.tell
         self._place = parts.place
-        self._own_edits = OwnEdits(EditWatch(chunks), worker, parts.tell, parts.unscaled)
+        self._own_gradients = OwnGradients(EditWatch(chunks), worker, parts.tell, parts.unscaled)
         self.parameters = LocalParameters(parts.place, worker)
         self._slots = Slots(worker)
         self._mean = ReadMean(
             parts.mean, parts.place, self.parameters, self._slots, worker.leads, parts.unscaled
         )
-        worker.uses.on(lambda: self._mean.answer(self.steps))
+
+        def answer() -> bool:
+            return self._mean.answer(self.steps)
+
+        worker.uses.on(answer)
+        self._coming = NextParameters(worker, self.parameters, self._mean.is_asked, answer)
         self._script = ScriptState(worker, parts.capture)
         self._computing, self._left = 0.0, 0.0  # smoothed seconds between two steps; the end of the last step
         self._clip: Clip | None = None  # the clipping that the script asked of this iteration's mean
@@ -213,7 +286,6 @@ class PeerExchange(Reducer):
         self._refused = False  # True if no node may make this iteration's step
         # True if the gradients' parameters are from before the others went on without this node:
         self._stale = False
-        self._told_of_sparse = False
         self.seconds = 0.0
         self.staleness = 0
 
@@ -235,7 +307,7 @@ class PeerExchange(Reducer):
         parameters.through, self._left = 0, 0.0
         self._worker.wait(lambda: parameters.is_newer, f"the parameters of iteration {iteration}")
         parameters.taken = 0  # forget the former parameters
-        self.go_on(iteration, iteration - self._stale_max)
+        self._coming.take(iteration, iteration - self._stale_max)
         self._place.begin(iteration)
 
     def close(self) -> None:
@@ -293,21 +365,10 @@ class PeerExchange(Reducer):
             if self._mean.is_here:
                 self._clip = None  # what was clipped was the mean of earlier backwards
             if several:
-                self._tell_of_sparse()
+                self._own_gradients.tell_of_sparse(self._place.first_sparse)
             self._mean.begin(self.steps, self._weighed, shows=several)
         elif several:
-            self._own_edits.note()
-
-    def _tell_of_sparse(self) -> None:
-        """Tell people once that sparse gradients stay the node's own."""
-        if not self._told_of_sparse and (name := self._place.first_sparse):
-            self._told_of_sparse = True
-            if self._worker.leads and self._worker.node == min(self._worker.members):
-                self._tell(
-                    f"{name}.grad is sparse, and under strategy 'peers' it stays this node's own after "
-                    "backward: the step is of the mean, and what the script reads or changes of it is not; "
-                    "give the layer sparse=False, or set run.strategy to ring, where it uses p.grad"
-                )
+            self._own_gradients.note()
 
     def begins_backward(self) -> None:
         self._mean.begins_backward()
@@ -344,7 +405,7 @@ class PeerExchange(Reducer):
         self._mean.check_unwritten()
         with self._mean.plain():
             super().before_step(follows)
-        self._own_edits.look()
+        self._own_gradients.look()
 
     def note_zeros(self, parameters: Iterable[nn.Parameter]) -> None:
         with self._mean.plain():
@@ -386,7 +447,7 @@ class PeerExchange(Reducer):
         least = self.steps + 1 - self._stale_max
         if self._overlaid and self.parameters.at >= least:
             self.parameters.give_time(FRESH_SHARE * self._computing, self.steps + 1)
-        self.go_on(self.steps + 1, least)
+        self._coming.take(self.steps + 1, least)
         self._left = time.perf_counter()
         self.seconds = self._left - began - (self._worker.seconds_waited - waited)
         self._end_step()
@@ -395,7 +456,7 @@ class PeerExchange(Reducer):
         """Wait until all contributions of this node are applied, and take those parameters; with `takes`
         False leave the present ones as the script has them."""
         if self.parameters.memory is not None:
-            self.go_on(self.steps, self.steps, "all that was contributed to be applied: ", takes=takes)
+            self._coming.take(self.steps, self.steps, "all that was contributed to be applied: ", takes=takes)
 
     def catch_up(self) -> None:
         """Return when all contributions of this node are applied, so that it is a member.
@@ -408,49 +469,6 @@ class PeerExchange(Reducer):
             "the others to let this node in again",
         )
         self.between()
-
-    def go_on(self, iteration: int, least: int, why: str = "", *, takes: bool = True) -> None:
-        """Take the newest parameters; wait if the global iteration is below `least`.
-
-        Args:
-            iteration: this node's next iteration, for errors.
-            least: the least global iteration with which `iteration` may begin.
-            why: the reason, which stands before the wait's description in errors.
-            takes: False to leave the parameters as they are.
-        """
-        parameters = self.parameters
-        if parameters.at < least and self._worker.returned is None:
-            at = self._worker.call or gradients(max(0, iteration - 1), waiting_line())
-            stand = WorkerStand(self._worker.introduction.place.rank, at)
-            is_over = False
-            while not is_over:
-                self._worker.send(Want(iteration=iteration, least=least, stand=stand))
-                self._worker.wait(
-                    lambda: (
-                        parameters.at >= least or self._worker.returned is not None or self._mean.is_asked()
-                    ),
-                    lambda: (
-                        f"{why}the global iteration to be {least}, before iteration {iteration}; "
-                        f"it is {parameters.at}"
-                    ),
-                )
-                is_over = parameters.at >= least or self._worker.returned is not None
-                if not is_over:
-                    self._answer()
-        if takes and self._worker.returned is None:
-            parameters.take_newest()
-
-    def epochs_mixed(self, line: str) -> None:
-        """Pass on a warning about batches of different epochs."""
-        self._calls.epochs_mixed(line)
-
-    def _answer(self) -> None:
-        """Bring this node's gradients to another one's script while this one waits, unless it is left out."""
-        try:
-            self._mean.answer(self.steps)
-        except GivenUpError:
-            if self._worker.returned is None and not self._worker.is_out:
-                raise
 
     def end(self, where: str) -> None:
         """Return when all iterations are applied, as the session ends at `where`. From now on any time is a
