@@ -44,7 +44,7 @@ from workloads import gpt, gpt_adamw
 DDP, ALONE = "DDP", "alone"
 SETTINGS: dict[str, list[str]] = {
     "ring, even": ["sync.shares=even"],
-    "ring, auto": ["sync.shares=auto", "sync.least=1"],  # no BatchNorm here
+    "ring, auto": ["sync.shares=auto"],
     "server, asp": ["run.strategy=server", "sync.consistency=asp"],
     "ps-hra": ["run.strategy=ps-hra", "groups.by=joint"],
 }

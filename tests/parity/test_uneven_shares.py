@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -30,16 +31,19 @@ from support.served import ServedRun, served_worker
 pytestmark = pytest.mark.sampled
 
 LENGTH, BATCH, EPOCHS = 250, 24, 3  # the last batch of an epoch has 10 samples
+LEAST = 2  # samples of a worker that gets any
 SECONDS = 10.0  # for each sample of a worker at full speed, by a clock that the test sets
 Result = tuple[list[np.ndarray[Any, Any]], list[int]]
 
 
 def config(shares: str | dict[str, float], strategy: str = "ring", caps: int | dict[str, int] = 0) -> Config:
+    sync = Sync(timeout="120s", global_batch=BATCH, least=LEAST)
+    sync = msgspec.structs.replace(sync, shares=shares, memory_cap=caps, consistency="bsp")
     return Config(
         run=Run(strategy=strategy),
         chunks=Chunks(size="2KiB"),
         groups=Groups(count=0 if strategy in ("ring", "server") else 2),
-        sync=Sync(timeout="120s", global_batch=BATCH, shares=shares, memory_cap=caps, consistency="bsp"),
+        sync=sync,
     )
 
 
@@ -217,7 +221,7 @@ def check_follow(steps: list[tuple[int, ...]], world: int) -> None:
         slow, latest = (-epoch) % world, steps[epoch * of_epoch + of_epoch - 2]
         assert latest[slow] == min(latest), steps
         assert latest[slow] <= BATCH // world // 2, steps
-        assert min(latest) >= 2
+        assert min(latest) >= LEAST
 
 
 @pytest.mark.parametrize("shares", ["even", "auto"])
@@ -226,7 +230,7 @@ def test_parts_by_cost_are_those_of_one_process_too(pool: WorkerPool, shares: st
     arguments = (config(shares), (4.0, 1.0, 1.0), 0, torch.float64, "", None, costs)
     steps = compare(pool.run(train, *arguments, world=3), torch.float64)
     assert len(set(steps)) > 10  # each batch is cut elsewhere
-    assert min(map(min, steps)) >= 2
+    assert min(map(min, steps)) >= LEAST
 
 
 def test_parts_that_are_given_hold_from_the_first_step(pool: WorkerPool) -> None:
@@ -287,6 +291,34 @@ def test_a_worker_without_a_part_trains_on_two_samples_if_batch_norm_needs_them(
     assert pool.run(norms, world=3) == [[12, 2], [6, 2], [6, 2]]
 
 
+def first_size(place: Place, layers: str, given: int) -> int:
+    """The size of this worker's part of the first batch."""
+    sync = Sync(timeout="60s", global_batch=20, shares={"0": 0.9, "1": 0.05, "2": 0.05}, least=given)
+    with atoll.join(Config(sync=sync), place=place) as session:
+        norm = nn.BatchNorm1d(4) if layers == "norm" else nn.Tanh()
+        model = nn.Sequential(nn.Linear(7, 4), norm, nn.Linear(4, 1))
+        if layers:
+            session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        sampler = session.batches(range(40))
+        if not layers:
+            session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        return len(next(iter(sampler)))
+
+
+@pytest.mark.parametrize(
+    ("layers", "given", "sizes"),
+    [
+        ("norm", 0, [16, 2, 2]),
+        ("no norm", 0, [18, 1, 1]),
+        ("", 0, [16, 2, 2]),  # prepared later
+        ("norm", 1, [18, 1, 1]),
+        ("no norm", 3, [14, 3, 3]),
+    ],
+)
+def test_the_least_part_is_by_the_model(pool: WorkerPool, layers: str, given: int, sizes: list[int]) -> None:
+    assert pool.run(first_size, layers, given, world=3) == sizes
+
+
 def refused(place: Place, how: Config) -> str:
     with atoll.join(how, place=place) as session:
         try:
@@ -299,7 +331,10 @@ def refused(place: Place, how: Config) -> str:
 @pytest.mark.parametrize(
     ("sync", "words"),
     [
-        ({"shares": "auto", "global_batch": 5}, "give each of 3 workers sync.least = 2"),
+        (
+            {"shares": "auto", "global_batch": 5},
+            "each of 3 workers 2 samples, the least of uneven parts (sync.least)",
+        ),
         ({"shares": "auto", "global_batch": 24, "memory_cap": 7}, "leaves 21 samples to 3 workers"),
         ({"global_batch": 24, "memory_cap": {"0": 4, "1": 9, "2": 9}}, "leaves 22 samples to 3 workers"),
         ({"shares": {"0": 0.5, "1": 0.5}, "global_batch": 24}, "no part for worker 2"),

@@ -52,7 +52,6 @@ class Crew:
 
     def _report(self, rank: int) -> ShareReports:
         return ShareReports(
-            least=1,
             by_speed=True,
             waited=lambda: 0.0,
             chosen=lambda choice, reason, _change: self.lines.append(f"shares {choice} {reason}"),
@@ -167,7 +166,7 @@ def test_caps_that_do_not_hold_a_batch_once_workers_are_lost_give_way_with_a_lin
     lines: list[str] = []
     sync = Sync(memory_cap={"1": 4, "2": 9, "3": 9})
     shares = UnevenShares(sync, lambda world: [1, 2, 3][:world], None, lines.append, fixed=False)
-    schedule = shares.schedule(20, 3)
+    schedule = shares.schedule(20, 3, 2)
     assert schedule is not None
     assert schedule(0, 20, range(3)) == [4, 8, 8]
     assert schedule(0, 7, range(3)) == [1, 3, 3]
@@ -189,9 +188,9 @@ def test_a_cap_of_a_worker_that_is_not_there_is_refused_where_none_may_enter() -
         shares = UnevenShares(sync, lambda world: list(range(world)), None, print, fixed=fixed)
         if fixed:
             with pytest.raises(UserError, match=r"memory_cap has a cap for worker 4, and the run has 2"):
-                shares.schedule(20, 2)
+                shares.schedule(20, 2, 2)
         else:
-            assert shares.schedule(20, 2) is not None
+            assert shares.schedule(20, 2, 2) is not None
 
 
 @pytest.mark.parametrize("by_log", [False, True])

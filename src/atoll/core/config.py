@@ -164,7 +164,8 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             measured, so that all finish at the same time ([shares.md](shares.md)). Or each worker's part,
             which sum to 1: `{ 0 = 0.6, 1 = 0.4 }`.
         least: With `sync.shares` other than `even`, and under `peers`: the least samples of a worker that
-            gets any. BatchNorm needs 2.
+            gets any. 0: 2 if a prepared model has BatchNorm, which raises an error for one sample, or if none
+            is prepared yet when the script calls `session.batches`; else 1.
         memory_cap: The most samples that a worker's memory holds: of its part of a batch of
             `session.batches`, where `sync.shares` acts, and of a piece of `session.pieces`. One number for
             all, or some workers' own, `{ 0 = 96, 3 = 24 }`. 0: no limit. `auto`: with `session.pieces`, a
@@ -203,7 +204,7 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     global_batch: Annotated[int, msgspec.Meta(ge=0, lt=2**53)] = 0
     global_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**53)] = 0
     shares: str | dict[str, float] = "even"
-    least: Annotated[int, msgspec.Meta(ge=1)] = 2
+    least: Annotated[int, msgspec.Meta(ge=0)] = 0
     memory_cap: int | str | dict[str, int] = 0
     lazy: bool = False
     uplink: Uplink = "auto"

@@ -41,6 +41,7 @@ from atoll.train.data.sources import (
     NodesData,
     SamplerSource,
     UnevenShares,
+    least_for,
 )
 from atoll.train.gradients.memory import Around, ServedTiers, Tiers, by_itself
 from atoll.train.group.hierarchy import Hierarchy
@@ -327,7 +328,7 @@ def _with_ring(config: Config, place: Place, device: torch.device, member: HubRi
         records=records,
         meter=meter,
         strategy=strategy,
-        source=DealtData(state, config.sync.least, dealing),
+        source=DealtData(state, partial(least_for, config.sync, state), dealing),
         make_tiers=make_tiers,
         tell_of_start=tell_of_start,
         own_group=own_group,
@@ -374,7 +375,6 @@ def _shares(
 
     settle = None if device.type == "cpu" else lambda: torch.accelerator.current_stream(device).synchronize()
     reports = ShareReports(
-        least=0 if config.sync.shares == "even" else config.sync.least,
         by_speed=by_speed,
         waited=lambda: meter.seconds_waited,
         chosen=chosen,
@@ -402,7 +402,7 @@ def _with_peers(config: Config, device: torch.device, node: NodeWorker) -> Runti
         records=records,
         meter=Meter(device, workers, state),
         strategy=peers,
-        source=NodesData(state, peers, config.sync.least),
+        source=NodesData(state, peers, partial(least_for, config.sync, state)),
         make_tiers=lambda memory: LentTiers(memory, config, peers, node, workers),
         tell_of_start=lambda: NodeNews(node, records).begin(config),
         own_group=partial(of_node, node, state),
@@ -484,7 +484,7 @@ def _with_shards(config: Config, place: Place, device: torch.device, service: Se
     if together:
         name_of, site = entrance.name_of, service.site
         dealing, reports = _shares(config, name_of, device, meter, records, fixed=fixed, site=site)
-    source: SamplerSource = DealtData(state, config.sync.least, dealing)
+    source: SamplerSource = DealtData(state, partial(least_for, config.sync, state), dealing)
     if not together:
         # In ssp, and at a site, others may wait for this worker to go on, so it must not wait for data.
         waits = config.sync.consistency == "asp" and not service.site

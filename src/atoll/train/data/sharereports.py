@@ -50,7 +50,6 @@ class ShareReports:
     def __init__(
         self,
         *,
-        least: int,
         by_speed: bool,
         waited: Callable[[], float],
         chosen: Callable[[str, str, ShareChange], None],
@@ -61,7 +60,6 @@ class ShareReports:
         """Report nothing until there are batches to `follow`.
 
         Args:
-            least: the least samples of a worker that gets any.
             by_speed: True if parts follow speeds; else only the caps that workers find.
             waited: returns the seconds that this worker has waited for others so far.
             chosen: records a choice: in words, the reason, and what changes.
@@ -69,7 +67,7 @@ class ShareReports:
             settle: returns once the device has finished what was begun on it; None: nothing is.
             clock: the time, in seconds; None: time.perf_counter.
         """
-        self._least, self._by_speed, self._waited, self._chosen = least, by_speed, waited, chosen
+        self._by_speed, self._waited, self._chosen = by_speed, waited, chosen
         self._name_of, self._settle, self._clock = name_of, settle, clock
         self._sampler: SharedBatches | None = None
         self._cap = 0  # the most samples that this worker's memory holds, once it has found out
@@ -160,7 +158,7 @@ class ShareReports:
             self._chooser = ShareChooser(
                 len(seconds),
                 self._total,
-                least=self._least,
+                least=self._schedule.least,
                 most=self._schedule.caps,
                 parts=self._schedule.latest,
                 by_speed=self._by_speed,
@@ -181,7 +179,7 @@ class ShareReports:
             )
         if change.waits_for >= 0:
             name = self._name_of(change.waits_for)
-            reason += f"; worker {name} takes longer than the others even for {self._least} samples"
+            reason += f"; worker {name} takes longer than the others even for {self._schedule.least} samples"
         self._chosen(f"{_in_words(change.parts)} of {self._total} samples", reason, change)
 
     def _now(self) -> float:

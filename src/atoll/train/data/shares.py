@@ -27,6 +27,7 @@ class ShareSchedule:
         most: returns the most samples of each member, (members,), given their number; 0: no limit.
 
     Attributes:
+        least: the least samples of a member that gets any.
         caps: what `most` has returned for the present members.
     """
 
@@ -38,7 +39,7 @@ class ShareSchedule:
         forgotten: Callable[[], None] = lambda: None,
         most: Callable[[int], Whole] = lambda members: np.zeros(members, dtype=np.int64),
     ) -> None:
-        self._first, self._least, self._forgotten, self._most = first, least, forgotten, most
+        self._first, self.least, self._forgotten, self._most = first, least, forgotten, most
         self._begin_with(world)
 
     def __call__(self, tick: int, samples: int, members: Sequence[int]) -> Sequence[int]:
@@ -59,7 +60,7 @@ class ShareSchedule:
         """Return the parts of `members` in a tick of `samples`. Caps that do not hold the tick give way."""
         most = self.caps[members]
         kept = most if are_held(samples, parts, most) else 0
-        found: list[int] = scaled(parts, samples, self._least, kept).tolist()
+        found: list[int] = scaled(parts, samples, self.least, kept).tolist()
         return found
 
     @property

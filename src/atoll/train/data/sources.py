@@ -81,21 +81,23 @@ class UnevenShares:
         self._sync, self._names, self._reports, self._warn, self._fixed = sync, names, reports, warn, fixed
         given = sync.shares if isinstance(sync.shares, dict) else {}
         self._given = {int(name): part for name, part in given.items()}
-        self._least = 0 if sync.shares == "even" else sync.least
         self._is_followed = False  # True once the reports are on the session's first batches
 
-    def schedule(self, whole: int, world: int) -> ShareSchedule | None:
+    def schedule(self, whole: int, world: int, least: int) -> ShareSchedule | None:
         """Return the schedule of batches of `whole` samples among `world` workers; None: even parts.
 
-        Raises UserError for a batch that cannot be dealt as the configuration says.
+        A worker of uneven parts gets `least` samples or more, or none. Raises UserError for a batch that
+        cannot be dealt as the configuration says.
         """
         if self._sync.shares == "even" and not self._sync.memory_cap:
             return None
-        if whole < world * self._least:
+        if self._sync.shares == "even":
+            least = 0
+        if whole < world * least:
             raise UserError(
-                f"sync.global_batch = {whole} is too small to give each of {world} workers sync.least = "
-                f"{self._least} samples: set sync.global_batch to {world * self._least} or more, or "
-                "sync.shares to even"
+                f"sync.global_batch = {whole} is too small to give each of {world} workers {least} "
+                f"sample{'s' * (least != 1)}, the least of uneven parts (sync.least): set sync.global_batch "
+                f"to {world * least} or more, or sync.shares to even"
             )
         self._check_named(world)
         most = self._most(world)
@@ -105,8 +107,8 @@ class UnevenShares:
         if reports is None and not self._given and self._sync.memory_cap in (0, "auto"):
             return None
         forgotten = _nothing if reports is None else reports.forget
-        first, caps = partial(self._first, whole), partial(self._caps, whole)
-        return ShareSchedule(first, world, self._least, forgotten, caps)
+        first, caps = partial(self._first, whole, least), partial(self._caps, whole)
+        return ShareSchedule(first, world, least, forgotten, caps)
 
     def follow(self, sampler: BatchesSampler, schedule: ShareSchedule, whole: int) -> None:
         """Note the sampler that deals by `schedule`."""
@@ -157,9 +159,9 @@ class UnevenShares:
             return np.zeros_like(most)
         return most
 
-    def _first(self, whole: int, world: int) -> Whole:
+    def _first(self, whole: int, least: int, world: int) -> Whole:
         weights, most = self._weights(world), self._most(world)
-        return scaled(weights, whole, self._least, most if are_held(whole, weights, most) else 0)
+        return scaled(weights, whole, least, most if are_held(whole, weights, most) else 0)
 
 
 def cap_of(sync: Sync, name: int) -> int:
@@ -176,18 +178,26 @@ _NEED_TWO = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 def _fill_for(state: TrainingState) -> int:
     """Return the samples of a fill: two if a model has BatchNorm layers, which raise an error for one."""
-    parts = (part for each in state.prepared for part in each.module.modules())
+    parts = (part for each in state.models for part in each.module.modules())
     return 2 if any(isinstance(part, _NEED_TWO) for part in parts) else 1
+
+
+def least_for(sync: Sync, state: TrainingState) -> int:
+    """Return the least samples of a worker that gets any of a batch, by the configuration or by the models
+    prepared so far; 2 if there is none."""
+    return sync.least or (_fill_for(state) if state.prepared else 2)
 
 
 class DealtData:
     """Samplers over a deal that all workers know; each takes its part by its rank.
 
-    `least` is the least samples of a worker that gets any in uneven batches; `shares` makes the schedules of
-    such batches; None: all are even.
+    `least` returns the least samples of a worker that gets any in uneven batches; `shares` makes the
+    schedules of such batches; None: all are even.
     """
 
-    def __init__(self, state: TrainingState, least: int, shares: UnevenShares | None = None) -> None:
+    def __init__(
+        self, state: TrainingState, least: Callable[[], int], shares: UnevenShares | None = None
+    ) -> None:
         self._state, self._least, self._shares = state, least, shares
 
     def sampler(self, dataset: Sized, order: Arguments, on_index: OnIndex) -> ShardedSampler:
@@ -206,15 +216,15 @@ class DealtData:
         costs: Costs | None = None,
     ) -> BatchesSampler:
         del ahead  # workers report what their loaders have fetched
-        state, shares = self._state, self._shares
-        schedule = None if shares is None else shares.schedule(whole, state.world)
-        by_cost = None if costs is None else ShareSchedule(partial(even, whole), state.world, self._least)
+        state, shares, least = self._state, self._shares, self._least()
+        schedule = None if shares is None else shares.schedule(whole, state.world, least)
+        by_cost = None if costs is None else ShareSchedule(partial(even, whole), state.world, least)
         made = BatchesSampler(
             dataset,
             batch=whole,
             schedule=schedule or by_cost,
             costs=costs,
-            least=self._least,
+            least=least,
             fill=partial(_fill_for, state),
             rank=state.rank,
             world=state.world,
@@ -231,10 +241,10 @@ class DealtData:
 
 
 class NodesData:
-    """Samplers over nodes, dealt by the contributions of each (strategy `peers`). `least` is the least
+    """Samplers over nodes, dealt by the contributions of each (strategy `peers`). `least` returns the least
     samples of a device that gets any."""
 
-    def __init__(self, state: TrainingState, peers: Peers, least: int) -> None:
+    def __init__(self, state: TrainingState, peers: Peers, least: Callable[[], int]) -> None:
         self._state, self._peers, self._least = state, peers, least
 
     def sampler(self, dataset: Sized, order: Arguments, on_index: OnIndex) -> ShardedSampler:
@@ -253,7 +263,7 @@ class NodesData:
         costs: Costs | None = None,
     ) -> PeerBatches:
         check("call", Choices({"call": "session.batches", "data": "nodes", "cost": costs is not None}))
-        least = self._least
+        least = self._least()
         self._peers.check_alike("session.batches", dataset, **order, ahead=ahead, least=least)
         made = self._peers.batches(
             dataset,
