@@ -43,11 +43,14 @@ class UnreadGradient(torch.Tensor):
     of: weakref.ref[nn.Parameter]
 
     @staticmethod
-    def over(parameter: nn.Parameter, plain: Tensor) -> UnreadGradient:
+    def over(parameter: weakref.ref[nn.Parameter], plain: Tensor) -> UnreadGradient:
         """Return a tensor over the memory of `plain`, the parameter's gradient."""
-        with torch.set_grad_enabled(plain.requires_grad):  # autograd may add to one that has a graph
+        if plain.requires_grad:  # it has a graph, and autograd may add to it
+            with torch.enable_grad():
+                made = plain.as_subclass(UnreadGradient)
+        else:
             made = plain.as_subclass(UnreadGradient)
-        made.plain, made.of = plain, weakref.ref(parameter)
+        made.plain, made.of = plain, parameter
         return made
 
     def use(self, *, overwrites: bool) -> None:
@@ -93,29 +96,30 @@ class UnreadGradients:
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = list(parameters)
-        self._latest: dict[nn.Parameter, weakref.ref[UnreadGradient]] = {}
+        self._held = [weakref.ref(parameter) for parameter in self._parameters]
+        self._latest: list[weakref.ref[UnreadGradient] | None] = [None] * len(self._parameters)
         self._put_back: list[UnreadGradient] = []  # in whose place their parameters have the plain ones now
 
     def begin(self, until: UntilRead) -> None:
         """Hide the dense gradients that the parameters have now. A sparse one has no second tensor over its
         memory."""
         self._put_back = []
-        for parameter in self._parameters:
+        for place, parameter in enumerate(self._parameters):
             gradient = parameter.grad
             if gradient is not None and gradient.layout == torch.strided:
-                self._hide(parameter, gradient, until)
+                parameter.grad = self._unread(place, gradient, until)
 
-    def _hide(self, parameter: nn.Parameter, gradient: Tensor, until: UntilRead) -> None:
-        """Show an unread gradient in place of `gradient`: the one that the script has of it, if any."""
-        latest = self._latest.get(parameter)
+    def _unread(self, place: int, gradient: Tensor, until: UntilRead) -> UnreadGradient:
+        """Return an unread gradient over `gradient`: the one that the script has of it, if any."""
+        latest = self._latest[place]
         unread = None if latest is None else latest()
         if isinstance(gradient, UnreadGradient):
             gradient = gradient.plain
         if unread is None or unread.plain is not gradient:
-            unread = UnreadGradient.over(parameter, gradient)
-            self._latest[parameter] = weakref.ref(unread)
+            unread = UnreadGradient.over(self._held[place], gradient)
+            self._latest[place] = weakref.ref(unread)
         unread.until, unread.edits = until, version_of(gradient)
-        parameter.grad = unread
+        return unread
 
     def first_written(self, unscaled: bool) -> nn.Parameter | None:
         """Return the first parameter whose hidden gradient was changed, though not through `p.grad`.
@@ -150,8 +154,8 @@ class UnreadGradients:
         """Overwrite the gradients that `put_back` has shown by `means`, but for those that the script has
         overwritten."""
         shown = {id(unread) for unread in self._put_back}
-        for parameter, latest in self._latest.items():
-            unread = latest()
+        for parameter, latest in zip(self._parameters, self._latest, strict=True):
+            unread = None if latest is None else latest()
             if unread is None or unread.until is None:
                 continue
             if id(unread) in shown and parameter.grad is unread.plain:
