@@ -50,7 +50,7 @@ ALLOWED = {
     ],
     "each backward's gradients have their own moment at which they become the mean": [
         "memory/untilread.py: Hiding.begin: self._until",
-        "train/gradients/unread.py: UnreadGradients._hide: unread.until",
+        "train/gradients/unread.py: UnreadGradients._unread: unread.until",
         "train/gradients/unread.py: UnreadGradients.become: unread.until",
     ],
     "an argument of one wait, let go as it ends": [
