@@ -201,7 +201,7 @@ class Piece:
     def __enter__(self) -> Any:
         of, pieces = self._of, self._of.of
         self._marks = [model.samples.mark() for model in of.counted]
-        self._unsent = [model.reducer.unsent for model in of.models]
+        self._unsent = [model.reducer.phase.unsent for model in of.models]
         self._ways = [(model.reducer.synchronous, model.reducer.sends_early) for model in of.models]
         self._buffers = [model.buffers.copies() for model in of.models] if pieces.finds else []
         self._ends = pieces.backward.ends
@@ -248,7 +248,7 @@ class Piece:
         for counted, mark in zip(self._of.counted, self._marks, strict=True):
             counted.samples.back_to(mark)
         for model, unsent in zip(self._of.models, self._unsent, strict=True):
-            model.reducer.unsent = unsent
+            model.reducer.phase.unsent = unsent
             for parameter in model.parameters.values():
                 parameter.grad = None
         for model, copies in zip(self._of.models, self._buffers, strict=True):

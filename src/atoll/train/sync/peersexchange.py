@@ -256,7 +256,7 @@ class PeerExchange(Reducer):
             return
         self._clip = None
         self._mean.leave()
-        self._stale = self._stale or self.reduced  # an earlier backward's gradients are in the sum
+        self._stale = self._stale or self.phase.reduced  # an earlier backward's gradients are in the sum
         self._worker.send(Resumed(incarnation=returned.incarnation))
         self.begin_at(returned.iteration)
         self._returned(returned.script)
@@ -271,7 +271,7 @@ class PeerExchange(Reducer):
 
         So the loop over the data learns in time that it goes on.
         """
-        if not self.reduced:
+        if not self.phase.reduced:
             self.before_use()
 
     def reduce(self) -> None:
