@@ -22,7 +22,7 @@ from atoll.groups.grouping import Grouping
 from atoll.hub.planner import GroupingSettings
 from atoll.memory.gradients import ChunkGradients
 from atoll.tensors.optimizer import RemoteOptimizer, StepHooks
-from atoll.tensors.torch_compat import SCALES, count_unscaling
+from atoll.tensors.torch_scaling import SCALES, count_unscaling
 from atoll.train.api.place import Place
 from support.parity import ALONE, await_groups
 from support.pool import WorkerPool

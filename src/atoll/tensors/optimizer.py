@@ -35,7 +35,8 @@ from atoll.tensors.modes import ShownInModes
 from atoll.tensors.stephooks import AroundStep, Handle
 from atoll.tensors.stepunit import tensor_bytes
 from atoll.tensors.tensorfile import storage_key
-from atoll.tensors.torch_compat import (
+from atoll.tensors.torch_compat import version_of
+from atoll.tensors.torch_scaling import (
     forget_scaling_left_to,
     infinity_left_to,
     inverse_of,
@@ -43,7 +44,6 @@ from atoll.tensors.torch_compat import (
     note_scale,
     scale_left_to,
     unscale,
-    version_of,
 )
 from atoll.tensors.wrapped import clone, is_wrapped
 

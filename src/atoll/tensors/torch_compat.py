@@ -1,18 +1,12 @@
-"""The private parts of torch that Atoll relies on, each behind one function or name.
+"""The private parts of torch that Atoll calls or reads, each behind one function or name.
 
-No other module of Atoll may use them; `tests/unit/test_torch_compat.py` checks that. A function's docstring
-gives the purpose of the private part, the versions of torch in which it was checked, and the public way, if
-there is one. "2.8 to 2.13" means: the part has this name and these arguments in 2.8.0, the oldest torch that
-Atoll allows, and the tests ran with 2.13.0.
-
-A torch without one of the parts must not stop a script that does not need the part. So an import of a
-function that needs it raises a UserError that names both. Nothing here fails later, in a step.
+`torch_parts.py` says what a docstring here tells of a part. GradScaler's parts are in `torch_scaling.py`, and
+the functions of torch that Atoll replaces in `torch_patches.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import sys
 from collections import OrderedDict
@@ -21,86 +15,21 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from operator import attrgetter
 from types import FrameType
-from typing import Any, Protocol, TypeVar
-from weakref import ReferenceType, WeakKeyDictionary, WeakMethod, ref
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.amp import grad_scaler
 from torch.autograd.graph import Node
-from torch.nn.utils import clip_grad, stateless
+from torch.nn.utils import stateless
 from torch.optim.lr_scheduler import SequentialLR
-from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
-from atoll.core.errors import UserError
-from atoll.core.scriptline import script_line
+from atoll.tensors.torch_parts import TorchParts
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-_absent: dict[str, str] = {}  # function of this module -> the part of torch that it needs and that is absent
-
-
-def _holds(holder: Any, name: str) -> bool:
-    """Return whether `holder` has an attribute, or is a class whose instances have it.
-
-    A class declares such an attribute, or its `__init__` sets it.
-    """
-    if hasattr(holder, name):
-        return True
-    if not inspect.isclass(holder):
-        return False
-    stored = inspect.unwrap(holder.__init__).__code__.co_names if "__init__" in vars(holder) else ()
-    return name in stored or any(name in inspect.get_annotations(each) for each in inspect.getmro(holder))
-
-
-def missing_part(path: str) -> str:
-    """Return the first part of a dotted path ("torch.Tensor._version") that the installed torch lacks.
-
-    Returns "" where torch has all of them. The last part may be an attribute of a class's instances.
-    """
-    holder: Any = torch
-    names = path.split(".")
-    for index, name in enumerate(names[1:], 2):
-        if not _holds(holder, name):
-            return ".".join(names[:index])
-        holder = getattr(holder, name, None)
-    return ""
-
-
-def _needs(*paths: str) -> Callable[[F], F]:
-    """Declare the private parts that a function uses; without them nobody can import the function."""
-
-    def declare(function: F) -> F:
-        missing = next(filter(None, map(missing_part, paths)), "")
-        if missing:
-            _absent[function.__name__] = missing
-        return function
-
-    return declare
-
-
-def _part(path: str, *names: str) -> Any:
-    """Return torch's private object at `path`.
-
-    Returns None if torch has none; then nobody can import these `names` of this module.
-    """
-    missing = missing_part(path)
-    if missing:
-        _absent.update(dict.fromkeys(names, missing))
-        return None
-    return functools.reduce(getattr, path.split(".")[1:], torch)
-
-
-def __getattr__(name: str) -> Any:
-    """Raise UserError, naming the part that torch lacks, when someone imports a name that needs the part."""
-    if name in _absent:
-        raise UserError(
-            f"torch {torch.__version__} has no {_absent[name]}, which {__name__}.{name} needs; install "
-            "a torch from 2.8 to 2.13, with which Atoll was checked"
-        )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
+_parts = TorchParts(__name__)
+_needs, _part = _parts.needs, _parts.part
+__getattr__ = _parts.refuse
 
 # Autograd
 
@@ -196,49 +125,6 @@ saved_tensors_hooks_are_allowed: Callable[[], bool] = _part(
 )
 
 
-_WRAPS = (
-    "torch._functorch.eager_transforms._wrap_tensor_for_grad",
-    "torch._functorch.vmap._add_batch_dim",
-    "torch._functorch.eager_transforms._wrap_functional_tensor",
-)
-_wraps: dict[str, Callable[..., Any]] = {path: _part(path, "stand_in_for_transforms") for path in _WRAPS}
-_STAND_INS: dict[tuple[str, type], Callable[[Any], Tensor]] = {}  # by name in `_WRAPS` and class of tensors
-
-
-@_needs("torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack")
-def stand_in_for_transforms(
-    kind: type[Tensor], stand_in: Callable[[Any], Tensor], functional: Callable[[Any], Tensor]
-) -> None:
-    """Patch torch so that transforms of torch.func take `stand_in(tensor)` in place of a tensor of class
-    `kind`, and `functionalize`, which writes back what it has changed, `functional(tensor)`.
-
-    A transform reads a tensor's memory past `__torch_function__`. The stand-in is made outside of the
-    transform that takes it, so derivatives of transforms and graphs around it reach the tensor. Private: the
-    functions of `_WRAPS`, by which `grad`, `vjp`, `jvp`, `vmap` and `functionalize` wrap their arguments, and
-    `torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack`, 2.8 to 2.13. Public way: none.
-    """
-    for path, original in _wraps.items():
-        is_functional = path == _WRAPS[-1]
-        _STAND_INS[path, kind] = functional if is_functional else stand_in
-        module, name = sys.modules[path.rpartition(".")[0]], path.rpartition(".")[2]
-        if getattr(module, name) is original:
-            setattr(module, name, _of_stand_ins(path, original))
-
-
-def _of_stand_ins(path: str, wrap: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function `wrap` of a tensor and more, with a stand-in for a tensor that has one."""
-
-    @functools.wraps(wrap)
-    def wrapped(tensor: Any, *more: Any, **named: Any) -> Any:
-        stand_in = _STAND_INS.get((path, type(tensor)))
-        if stand_in is not None:
-            with torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack():
-                tensor = stand_in(tensor)
-        return wrap(tensor, *more, **named)
-
-    return wrapped
-
-
 @_needs(
     "torch._C._functorch.peek_interpreter_stack",
     "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",
@@ -297,15 +183,17 @@ _versions: Any = _part("torch.Tensor._version", "version_of", "GET_VERSION")
 GET_VERSION: Any = getattr(_versions, "__get__", None)  # as `__torch_function__` is told of a read
 
 
-@_needs("torch.UntypedStorage._cdata")
+@_needs("torch.Tensor._indices", "torch.Tensor._values")
 def parts_of_sparse(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Return the indices and values of a sparse tensor as they are, in which an index may come several times.
 
-    The public `indices` and `values` want a coalesced tensor, which takes a sort and a copy. 2.8 to 2.13.
+    Private: `torch.Tensor._indices` and `torch.Tensor._values`, 2.8 to 2.13. Public way: `indices` and
+    `values`, which want a coalesced tensor: that takes a sort and a copy.
     """
     return tensor._indices(), tensor._values()
 
 
+@_needs("torch.UntypedStorage._cdata")
 def storage_handle(storage: torch.UntypedStorage) -> int:
     """Return the number by which `storage_uses` knows a storage, for as long as the storage lives.
 
@@ -665,457 +553,4 @@ def nccl_options(timeout: timedelta) -> Any:
     return options
 
 
-# GradScaler
-
-_UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
-_torchs: Any = _part(f"torch.{_UNSCALE}", "count_unscaling", "unscale", "counted", "seem_finite")
-_UNSCALE_OF = "_unscale_grads_"
-_scalers: Any = _part(f"torch.amp.GradScaler.{_UNSCALE_OF}", "count_unscaling", "before_unscaling")
-
-# An optimizer with this attribute has kernels that divide gradients by `optimizer.grad_scale` and skip a step
-# where `optimizer.found_inf` is set. A GradScaler then sets these two and always calls `step`. torch sets the
-# attribute for fused optimizers. Private: the three names, 2.8 to 2.13. Public way: none.
-SCALES = "_step_supports_amp_scaling"
-_LEFT = ("grad_scale", "found_inf")
-
-# The factor by which each optimizer's gradients were multiplied, until `forget_scale`.
-_INVERSES: WeakKeyDictionary[torch.optim.Optimizer, Tensor] = WeakKeyDictionary()
-_any_scale = False  # an inverse was noted at least once
-_FIRST: WeakKeyDictionary[torch.optim.Optimizer, WeakMethod[Callable[[], None]]] = WeakKeyDictionary()
-_HAS_BATCH: WeakKeyDictionary[torch.optim.Optimizer, WeakMethod[Callable[[], bool]]] = WeakKeyDictionary()
-_unscale_gradients: Any = torch.amp.GradScaler.unscale_
-_make_step: Any = torch.amp.GradScaler.step
-_scale_outputs: Any = torch.amp.GradScaler.scale
-
-
-def leave_scaling_to(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Let every GradScaler leave the division and the skip to `optimizer`, until the returned function is
-    called.
-
-    Private: `SCALES`.
-    """
-    own = vars(optimizer).get(SCALES)  # as torch or the script has set it; None: not set
-    setattr(optimizer, SCALES, True)
-
-    def take_back() -> None:
-        if own is None:
-            vars(optimizer).pop(SCALES, None)
-        else:
-            setattr(optimizer, SCALES, own)
-
-    return take_back
-
-
-def scale_left_to(optimizer: torch.optim.Optimizer) -> Tensor | None:
-    """Return the scale by which an optimizer's step must divide for a GradScaler, or None.
-
-    Private: as in `SCALES`.
-    """
-    scale: Tensor | None = getattr(optimizer, "grad_scale", None)
-    return scale
-
-
-def infinity_left_to(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a GradScaler has found an infinity and leaves the skip to an optimizer's step.
-
-    On a GPU this waits. Private: as in `SCALES`.
-    """
-    found = getattr(optimizer, "found_inf", None)
-    return found is not None and bool(found)
-
-
-def forget_scaling_left_to(optimizer: torch.optim.Optimizer) -> None:
-    """Tell an optimizer's own step that gradients are divided already and hold no infinity.
-
-    Private: as in `SCALES`.
-    """
-    for name in _LEFT:
-        if hasattr(optimizer, name):
-            setattr(optimizer, name, None)
-
-
-def count_unscaling() -> None:
-    """Patch torch so that a GradScaler's unscaling raises version counters and is recorded for `scale_of`.
-
-    Atoll detects by version counters which gradients a script has changed since they were reduced or lent
-    out. Private: `torch._amp_foreach_non_finite_check_and_unscale_`, which does not raise the counters,
-    unlike other functions that write into their arguments, and `torch.amp.GradScaler._unscale_grads_`, 2.8
-    to 2.13. Public way: none to hear of an unscaling. The first half can go once torch raises the counters.
-    """
-    if getattr(torch, _UNSCALE) is _torchs:
-        setattr(torch, _UNSCALE, unscale)
-    if getattr(torch.amp.GradScaler, _UNSCALE_OF) is _scalers:
-        setattr(torch.amp.GradScaler, _UNSCALE_OF, _unscale_of)
-    for name, original, replaced in (
-        ("unscale_", _unscale_gradients, _unscale_with_scale),
-        ("step", _make_step, _step_with_scale),
-        ("scale", _scale_outputs, _scale_noted),
-    ):
-        if getattr(torch.amp.GradScaler, name) is original:
-            setattr(torch.amp.GradScaler, name, replaced)
-
-
-def _begin_scale(scaler: torch.amp.GradScaler, optimizer: object) -> None:
-    """Have a scaler create its scale on a worker that has no batch for `optimizer`.
-
-    A scaler creates its scale when it first scales a loss, and raises in `unscale_` and `step` before that.
-    """
-    known = _HAS_BATCH.get(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else None
-    has_batch = None if known is None else known()
-    if has_batch is None or has_batch():
-        return
-    parameters = (p for group in optimizer.param_groups for p in group["params"])  # type: ignore[attr-defined]
-    first = next(parameters, None)
-    if first is not None:
-        scaler.scale(torch.zeros((), device=first.device))
-
-
-@functools.wraps(_unscale_gradients)
-def _unscale_with_scale(scaler: torch.amp.GradScaler, optimizer: Any, *more: Any, **named: Any) -> Any:
-    _begin_scale(scaler, optimizer)
-    return _unscale_gradients(scaler, optimizer, *more, **named)
-
-
-@functools.wraps(_make_step)
-def _step_with_scale(scaler: torch.amp.GradScaler, optimizer: Any, *more: Any, **named: Any) -> Any:
-    _begin_scale(scaler, optimizer)
-    return _make_step(scaler, optimizer, *more, **named)
-
-
-_scaled: list[ReferenceType[torch.amp.GradScaler]] = []  # the latest scaler that has scaled a loss
-
-
-@functools.wraps(_scale_outputs)
-def _scale_noted(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
-    _scaled[:] = [ref(scaler)]
-    return _scale_outputs(scaler, outputs)
-
-
-def latest_scale() -> Callable[[], float] | None:
-    """Return a function that reads the scale of the GradScaler that has scaled a loss since the last call;
-    None if none has. Heard by a patch of the public `GradScaler.scale` (`count_unscaling`)."""
-    latest = [*_scaled]
-    _scaled.clear()
-
-    def read() -> float:
-        scaler = latest[0]()
-        return 1.0 if scaler is None else float(scaler.get_scale()) or 1.0
-
-    return read if latest else None
-
-
-_unscaling = set[object]()  # optimizers whose gradients a GradScaler divides now
-
-
-def is_unscaling() -> bool:
-    """True while a GradScaler looks for infinities in gradients and divides them."""
-    return bool(_unscaling)
-
-
-@functools.wraps(_scalers or count_unscaling)
-def _unscale_of(
-    scaler: object, optimizer: torch.optim.Optimizer, inverse_scale: Tensor, *more: Any, **named: Any
-) -> Any:
-    """Unscale an optimizer's gradients by the original method of GradScaler, and record the scale.
-
-    The function given to `before_unscaling` runs first. An optimizer with such a function may have no
-    gradients on this worker: then no infinity was found, and GradScaler makes the step.
-    """
-    first = _FIRST.get(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else None
-    reduce = None if first is None else first()
-    if reduce is not None:
-        reduce()
-    _unscaling.add(optimizer)
-    try:
-        found = _scalers(scaler, optimizer, inverse_scale, *more, **named)
-    finally:
-        _unscaling.discard(optimizer)
-    if reduce is not None and not found:
-        found = {inverse_scale.device: torch.zeros((), device=inverse_scale.device)}
-    if isinstance(optimizer, torch.optim.Optimizer):  # not a script's wrapper, which is another object
-        note_scale(optimizer, inverse_scale)
-    return found
-
-
-def before_unscaling(
-    optimizer: torch.optim.Optimizer, function: Callable[[], None], has_batch: Callable[[], bool]
-) -> None:
-    """Call `function` before a GradScaler unscales or checks an optimizer's gradients.
-
-    `has_batch()` is False on a worker without a batch in this iteration: there the scaler needs no scaled
-    loss. Both are bound methods, are held weakly, and are called once `count_unscaling` has run. Private:
-    `torch.amp.GradScaler._unscale_grads_`, 2.8 to 2.13, is where a scaler first looks at the gradients of a
-    step. It returns a tensor for each device with gradients, and `step` raises if there is none. Public
-    way: none to reduce gradients before, or to let a worker without a batch step.
-    """
-    _FIRST[optimizer] = WeakMethod(function)
-    _HAS_BATCH[optimizer] = WeakMethod(has_batch)
-
-
-def note_scale(optimizer: torch.optim.Optimizer, inverse_scale: Tensor) -> None:
-    """Record that an optimizer's gradients were multiplied by `inverse_scale`."""
-    global _any_scale
-    _any_scale = True
-    _INVERSES[optimizer] = inverse_scale
-
-
-def was_unscaled(optimizer: torch.optim.Optimizer) -> bool:
-    """True if a GradScaler has divided the optimizer's gradients since its last step (`note_scale`)."""
-    return optimizer in _INVERSES
-
-
-def forget_scale(optimizer: torch.optim.Optimizer) -> None:
-    """Forget the recorded scale: the optimizer has new gradients."""
-    if _any_scale:
-        _INVERSES.pop(optimizer, None)
-
-
-def scale_of(optimizer: torch.optim.Optimizer) -> float:
-    """Return the factor by which a GradScaler divides an optimizer's gradients; 1 without a GradScaler.
-
-    The gradients are divided already, or the scaler leaves the division to the step. Private: as in `SCALES`
-    and `before_unscaling`. Public way: none; a scaler's `get_scale` does not say which optimizer's gradients
-    were divided, or when.
-    """
-    scale = scale_left_to(optimizer)
-    if isinstance(scale, Tensor):
-        return _readable(inverse_of(scale))
-    inverse = _INVERSES.get(optimizer) if _any_scale else None
-    return 1.0 if inverse is None else _readable(inverse)
-
-
-def inverse_of(scale: Tensor) -> Tensor:
-    """Return the factor that undoes `scale`, rounded as GradScaler.unscale_ rounds it."""
-    return scale.double().reciprocal().float()
-
-
-def _readable(inverse_scale: Tensor) -> float:
-    """Return the scale of a rounded inverse, without the digits that the rounding added."""
-    inverse = float(inverse_scale)
-    return float(f"{1 / inverse:.7g}") if inverse else 0.0
-
-
-def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function by which `count_unscaling` replaces a torch function, or the function itself.
-
-    torch always passes its original function to `__torch_function__`.
-    """
-    return unscale if function is _torchs else function
-
-
-@functools.wraps(_torchs or count_unscaling)
-def unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
-    """Multiply gradients of one device and dtype by `inverse_scale`, in place; raises their version counters.
-
-    Sets `found_inf` to 1 where any gradient is not finite.
-    """
-    _torchs(gradients, found_inf, inverse_scale)
-    # A factor of 1 only searches for infinities. On a GPU the factor is not read, because reading waits.
-    if inverse_scale.device.type != "cpu" or inverse_scale.item() != 1.0:
-        torch.autograd.graph.increment_version(gradients)
-
-
-_ONE = torch.ones(())
-_found = torch.zeros(())
-
-
-def seem_finite(gradients: Sequence[Tensor]) -> bool:
-    """Return True if a quick look at plain tensors on the CPU finds neither NaN nor infinity.
-
-    False is no proof of either: the look may not accept the tensors, or another thread's look has found one.
-    The look takes a fifth of the time of `torch.nn.utils.get_total_norm` on a small model. It writes each
-    value back where it was read, so on large tensors it takes longer. Private:
-    `torch._amp_foreach_non_finite_check_and_unscale_`, 2.8 to 2.13, with a scale of 1, which changes no bit
-    and no version counter. Public way: none that makes no tensor and one number of them.
-    """
-    global _found
-    found = _found
-    try:
-        _torchs(gradients, found, _ONE)
-    except RuntimeError:  # several dtypes or devices, sparse or complex tensors
-        return False
-    if found.item():
-        _found = torch.zeros(())
-        return False
-    return True
-
-
-_NEAREST = 8  # frames between the read of `p.grad` and the function that reads it
-
-
-def reader_of_all_gradients(frame: FrameType | None) -> str:
-    """Return the name of the torch function that reads a gradient for a computation over all gradients.
-
-    `frame` belongs to the code that hands out the gradient. Returns "" for other readers. Private: the files
-    of `torch.amp.GradScaler` and `torch.nn.utils.clip_grad_norm_`, which read `p.grad` within few calls, 2.8
-    to 2.13. Public way: none to know the reader.
-    """
-    for _ in range(_NEAREST):
-        if frame is None:
-            break
-        code = frame.f_code
-        if code.co_filename == clip_grad.__file__ and code.co_name == "clip_grad_norm_":
-            return "torch.nn.utils.clip_grad_norm_"
-        if code.co_filename == grad_scaler.__file__:
-            return "torch.amp.GradScaler"
-        frame = frame.f_back
-    return ""
-
-
-# Clipping
-
-_ZERO_GRAD = "zero_grad"
-_zero_of_optimizer: Any = torch.optim.Optimizer.zero_grad
-_zero_of_module: Any = nn.Module.zero_grad
-_told_of_zeros: list[WeakMethod[Callable[[Iterable[nn.Parameter]], None]]] = []
-
-
-def watch_zeroing(tell: Callable[[Iterable[nn.Parameter]], None]) -> Callable[[], None]:
-    """Call `tell` with the parameters of each `zero_grad`, until the returned function is called.
-
-    `tell` is a bound method, and is held weakly. With `set_to_none=False`, `zero_grad` writes zeros, and to
-    find them in the gradients would make a GPU wait. Private: nothing; `zero_grad` of
-    `torch.optim.Optimizer` and of `nn.Module` are replaced. Public way: none, `zero_grad` has no hooks.
-    """
-    told = WeakMethod(tell)
-
-    def unwatch() -> None:
-        if told in _told_of_zeros:
-            _told_of_zeros.remove(told)
-
-    _told_of_zeros.append(told)
-    for of, original, watched in (
-        (torch.optim.Optimizer, _zero_of_optimizer, _watched_zero_of_optimizer),
-        (nn.Module, _zero_of_module, _watched_zero_of_module),
-    ):
-        if of.zero_grad is original:
-            setattr(of, _ZERO_GRAD, watched)
-    return unwatch
-
-
-@functools.wraps(_zero_of_optimizer)
-def _watched_zero_of_optimizer(optimizer: torch.optim.Optimizer, *arguments: Any, **named: Any) -> None:
-    _zero_of_optimizer(optimizer, *arguments, **named)
-    if not torch.compiler.is_compiling():
-        _tell_of_zeros([parameter for group in optimizer.param_groups for parameter in group["params"]])
-
-
-@functools.wraps(_zero_of_module)
-def _watched_zero_of_module(module: nn.Module, *arguments: Any, **named: Any) -> None:
-    _zero_of_module(module, *arguments, **named)
-    if not torch.compiler.is_compiling():
-        _tell_of_zeros(list(module.parameters()))
-
-
-def _tell_of_zeros(parameters: Sequence[nn.Parameter]) -> None:
-    for told in list(_told_of_zeros):
-        tell = told()
-        if tell is not None:
-            tell(parameters)
-        else:
-            _told_of_zeros.remove(told)
-
-
-_WRITES = "_clip_grads_with_norm_"
-_write: Any = _part(f"torch.nn.utils.clip_grad.{_WRITES}", "watch_clipping")
-_latest_clip = ""
-
-
-def watch_clipping() -> None:
-    """Patch torch so that `clipped_at` knows the latest `clip_grad_norm_`.
-
-    Private: `torch.nn.utils.clip_grad._clip_grads_with_norm_`, through which `clip_grad_norm_` writes, even
-    if a script has imported the latter by name, 2.8 to 2.13. Public way: none to hear of a clipping.
-    """
-    if getattr(clip_grad, _WRITES) is _write:
-        setattr(clip_grad, _WRITES, _watched_write)
-
-
-def clipped_at() -> str:
-    """Return the script's line of the latest `clip_grad_norm_` since `forget_clipping`; "" for none."""
-    return _latest_clip
-
-
-def forget_clipping() -> None:
-    """Forget the latest `clip_grad_norm_`."""
-    global _latest_clip
-    _latest_clip = ""
-
-
-@functools.wraps(_write or watch_clipping)
-def _watched_write(*arguments: Any, **named: Any) -> Any:
-    global _latest_clip
-    _latest_clip = script_line()
-    return _write(*arguments, **named)
-
-
-# DataLoader
-
-
-class LoaderWatcher(Protocol):
-    """A listener to loops over DataLoaders, each known by its iterator.
-
-    A DataLoader with persistent workers uses one iterator for all its loops.
-    """
-
-    def began(self, iterator: object, loader: DataLoader[Any]) -> None: ...
-
-    def gave(self, iterator: object) -> None: ...
-
-    def ended(self, iterator: object) -> None: ...
-
-
-_watchers: list[LoaderWatcher] = []
-_ITERATOR: Any = _part("torch.utils.data.dataloader._BaseDataLoaderIter", "watch_loaders")
-_begin: Any = DataLoader.__iter__
-_give: Any = getattr(_ITERATOR, "__next__", None)
-
-
-def watch_loaders(watcher: LoaderWatcher) -> Callable[[], None]:
-    """Tell `watcher` of all loops over DataLoaders in this process, until the returned function is called.
-
-    Private: `torch.utils.data.dataloader._BaseDataLoaderIter`, whose `__next__` gives the batches, 2.8 to
-    2.13; `DataLoader.__iter__` begins each loop, also with persistent workers. Public way: none to hear of
-    a DataLoader's batches.
-    """
-
-    def unwatch() -> None:
-        if watcher in _watchers:
-            _watchers.remove(watcher)
-        if not _watchers:
-            if DataLoader.__iter__ is _watched_begin:
-                DataLoader.__iter__ = _begin  # type: ignore[method-assign]
-            if _ITERATOR.__next__ is _watched_give:
-                _ITERATOR.__next__ = _give
-
-    _watchers.append(watcher)
-    if DataLoader.__iter__ is _begin:
-        DataLoader.__iter__ = _watched_begin  # type: ignore[method-assign]
-    if _ITERATOR.__next__ is _give:
-        _ITERATOR.__next__ = _watched_give
-    return unwatch
-
-
-@functools.wraps(_begin)
-def _watched_begin(loader: Any) -> Any:
-    iterator = _begin(loader)
-    for watcher in _watchers:
-        watcher.began(iterator, loader)
-    return iterator
-
-
-@functools.wraps(_give or watch_loaders)
-def _watched_give(iterator: Any) -> Any:
-    try:
-        batch = _give(iterator)
-    except StopIteration:
-        for watcher in _watchers:
-            watcher.ended(iterator)
-        raise
-    for watcher in _watchers:
-        watcher.gave(iterator)
-    return batch
-
-
-for _name in _absent:
-    globals().pop(_name, None)
+_parts.hide(globals())

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from atoll.core.errors import UserError
 from atoll.tensors.outofmemory import is_out_of_memory, let_go
-from atoll.tensors.torch_compat import next_node, watch_zeroing
+from atoll.tensors.torch_compat import next_node
+from atoll.tensors.torch_patches import watch_zeroing
 from atoll.train.api.prepared import Prepared
 from atoll.train.data.batches import SampledBatches
 from atoll.train.data.cutting import cut_out, samples_of

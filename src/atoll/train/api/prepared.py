@@ -26,18 +26,14 @@ from atoll.tensors.lazy import read_whole
 from atoll.tensors.optimizer import CHANGE_BEFORE, PREPARE_AGAIN
 from atoll.tensors.shardoptimizer import own_path
 from atoll.tensors.stepunit import Unit
-from atoll.tensors.torch_compat import (
-    backward_under_way,
+from atoll.tensors.torch_compat import backward_under_way, is_within_functional_call, own_parameters
+from atoll.tensors.torch_patches import clipped_at, watch_clipping, watch_zeroing
+from atoll.tensors.torch_scaling import (
     before_unscaling,
-    clipped_at,
     count_unscaling,
     forget_scale,
     infinity_left_to,
-    is_within_functional_call,
-    own_parameters,
     scale_of,
-    watch_clipping,
-    watch_zeroing,
 )
 from atoll.train.api.agreement import check_same, describe
 from atoll.train.api.growth import Growth

@@ -29,7 +29,7 @@ from atoll.tensors.binding import BoundChunk
 from atoll.tensors.optimizer import RemoteOptimizer
 from atoll.tensors.settings import Settings, settings_of
 from atoll.tensors.shardoptimizer import full_name, own_path
-from atoll.tensors.torch_compat import was_unscaled
+from atoll.tensors.torch_scaling import was_unscaled
 from atoll.train.checkpoint.resume import TrainingState
 from atoll.train.data.peerssampler import PeerBatches, PeerSampler
 from atoll.train.gradients.reducer import Reducer

@@ -27,7 +27,7 @@ from atoll.core.stands import Stand, StandError, decode_stand, encode_stand, gra
 from atoll.exchange.coding import Coding
 from atoll.exchange.hostmemory import HostMemory
 from atoll.tensors.binding import BoundChunk
-from atoll.tensors.torch_compat import clipped_at
+from atoll.tensors.torch_patches import clipped_at
 from atoll.train.gradients.reducer import Calls, Clipping, Reducer
 from atoll.train.gradients.samples import ContributionWeight
 from atoll.train.gradients.sums import MakeSum, Own
