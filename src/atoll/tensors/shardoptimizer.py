@@ -25,9 +25,10 @@ from atoll.core.errors import UserError
 from atoll.core.optimizerkind import OptimizerKind
 from atoll.core.scriptmodule import module_of
 from atoll.tensors.binding import BoundChunk
+from atoll.tensors.chunkstate import SavedState
 from atoll.tensors.compensation import Origins
 from atoll.tensors.elementwise import NotElementwiseError, begin_training, elementwise_state_keys
-from atoll.tensors.optimizer import ChunkOptimizer, SavedState, StepHooks
+from atoll.tensors.optimizer import ChunkOptimizer, StepHooks
 from atoll.tensors.packing import PACKED, pack, unpack
 from atoll.tensors.paramgroups import ParamGroups, Settings
 from atoll.tensors.stephooks import AroundStep
