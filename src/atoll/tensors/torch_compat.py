@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from operator import attrgetter
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,8 @@ from atoll.tensors.torch_parts import TorchParts
 F = TypeVar("F", bound=Callable[..., Any])
 _parts = TorchParts(__name__)
 _needs, _part = _parts.needs, _parts.part
-__getattr__ = _parts.refuse
+if not TYPE_CHECKING:  # to a type checker it would say that the module has every name
+    __getattr__ = _parts.refuse
 
 # Autograd
 

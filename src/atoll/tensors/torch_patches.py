@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakMethod
 
 import torch
@@ -22,7 +22,8 @@ from atoll.tensors.torch_parts import TorchParts
 
 _parts = TorchParts(__name__)
 _needs, _part = _parts.needs, _parts.part
-__getattr__ = _parts.refuse
+if not TYPE_CHECKING:  # to a type checker it would say that the module has every name
+    __getattr__ = _parts.refuse
 
 # Transforms of torch.func
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, WeakKeyDictionary, WeakMethod, ref
 
 import torch
@@ -20,7 +20,8 @@ from atoll.tensors.torch_parts import TorchParts
 
 _parts = TorchParts(__name__)
 _part = _parts.part
-__getattr__ = _parts.refuse
+if not TYPE_CHECKING:  # to a type checker it would say that the module has every name
+    __getattr__ = _parts.refuse
 
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 _torchs: Any = _part(f"torch.{_UNSCALE}", "count_unscaling", "unscale", "counted", "seem_finite")
