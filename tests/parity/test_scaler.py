@@ -21,8 +21,9 @@ from atoll.groups.chooser import Score
 from atoll.groups.grouping import Grouping
 from atoll.hub.planner import GroupingSettings
 from atoll.memory.gradients import ChunkGradients
-from atoll.tensors.optimizer import RemoteOptimizer, StepHooks
-from atoll.tensors.torch_compat import SCALES, count_unscaling
+from atoll.tensors.optimizer import StepHooks
+from atoll.tensors.remoteoptimizer import RemoteOptimizer
+from atoll.tensors.torch_scaling import SCALES, count_unscaling
 from atoll.train.api.place import Place
 from support.parity import ALONE, await_groups
 from support.pool import WorkerPool

@@ -18,7 +18,7 @@ from atoll.core.config import Config, Run, Sync
 from atoll.core.errors import UserError
 from atoll.core.memory import Memory
 from atoll.memory.parameters import ChunkParameter
-from atoll.tensors.optimizer import copied
+from atoll.tensors.chunkstate import copied
 from atoll.tensors.stepunit import tensor_bytes
 from support.optimizers import BlockwiseSGD, Halves, HalvesSGD, ManyStates
 from support.pool import WorkerPool, ring_of_one

@@ -170,7 +170,7 @@ class Model:
         for weight in self.weights:
             weight.grad = torch.ones_like(weight)
         self.exchange.begin()
-        self.exchange.unsent = True
+        self.exchange.phase.unsent = True
         self.exchange.reduce()
         self.exchange.before_step()
         self.exchange.step(True, self.groups)

@@ -149,7 +149,7 @@ class Pipelined:
     def backward(self, value: float) -> None:
         for weight in self.weights:
             weight.grad = torch.full_like(weight, value)
-        self.exchange.unsent = True
+        self.exchange.phase.unsent = True
 
     def step(self) -> None:
         self.exchange.before_step()

@@ -86,10 +86,10 @@ class Twins:
     def step(self, number: int, missing: tuple[int, ...] = ()) -> None:
         gradients = self.gradients(number, missing)
         self.step_plain(gradients, missing)
-        given = self.hyperparameters()
         for shard in self.shards:
+            shard.param_groups.set(self.hyperparameters())
             for id_ in shard.chunks:
-                shard.step(id_, self.flat(id_, gradients), self.present(id_, missing), given)
+                shard.step(id_, self.flat(id_, gradients), self.present(id_, missing))
 
     def contribute(self, numbers: list[int], missing: list[tuple[int, ...]]) -> None:
         """One step, with a mean of as many contributions; after each it must be plain torch's step with the
@@ -109,8 +109,8 @@ class Twins:
                 if state:
                     self.plain.state[parameter] = copy.deepcopy(state)
             self.step_plain(mean, tuple(absent))
-            given = self.hyperparameters()
             for shard in self.shards:
+                shard.param_groups.set(self.hyperparameters())
                 for id_ in shard.chunks:
                     shard.contribute(
                         id_,
@@ -119,7 +119,6 @@ class Twins:
                         part,
                         opens=count == 0,
                         closes=count == len(numbers) - 1,
-                        hyperparameters=given,
                     )
             self.assert_equal()
 
@@ -311,7 +310,7 @@ def test_fused_may_be_chosen_where_it_is_left_to_torch() -> None:
     gradient = torch.ones_like(chosen.values(0))
     for shard in (chosen, twins.shards[0]):
         shard.step(0, gradient, bytes([1] * shard.slots(0)))
-    assert chosen.hyperparameters[0]["fused"] is None  # what was given, not what was made of it
+    assert chosen.param_groups.given[0]["fused"] is None  # what was given, not what was made of it
     torch.testing.assert_close(chosen.values(0), twins.shards[0].values(0))
 
 
@@ -399,7 +398,7 @@ def test_a_hyperparameter_of_many_elements_is_the_users_mistake() -> None:
 def test_a_number_of_groups_that_changes_is_refused() -> None:
     shard = Twins(torch.optim.Adam, torch.float32, [{"lr": 0.01}]).shards[0]
     with pytest.raises(UserError, match="param groups"):
-        shard.step(0, torch.zeros(1), b"\1", [{"lr": 0.1}, {"lr": math.inf}])
+        shard.param_groups.set([{"lr": 0.1}, {"lr": math.inf}])
 
 
 def test_state_of_another_optimizer_is_refused() -> None:

@@ -20,8 +20,9 @@ from atoll.core import events
 from atoll.core.config import Config
 from atoll.observe.journal import JournalReader
 from atoll.observe.rundir import DIRECTORY_VARIABLE
-from atoll.tensors import torch_compat
-from atoll.tensors.torch_compat import seem_finite, version_of
+from atoll.tensors import torch_patches
+from atoll.tensors.torch_compat import version_of
+from atoll.tensors.torch_scaling import seem_finite
 from atoll.train.api import records
 from support.pool import ring_of_one
 
@@ -53,7 +54,7 @@ def calls_of(act: Callable[[], object]) -> dict[str, int]:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the session keeps its records; no step is so late that its records are told."""
     # Sessions that other tests have not left would still hear of each zero_grad.
-    monkeypatch.setattr(torch_compat, "_told_of_zeros", [])
+    monkeypatch.setattr(torch_patches, "_told_of_zeros", [])
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
     monkeypatch.setattr(records, "LATE_SECONDS", math.inf)
     monkeypatch.setattr(records, "FLUSH_SECONDS", threading.TIMEOUT_MAX)

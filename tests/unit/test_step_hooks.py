@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from atoll.tensors.optimizer import RemoteOptimizer, StepHooks
+from atoll.tensors.optimizer import StepHooks
+from atoll.tensors.remoteoptimizer import RemoteOptimizer
 from atoll.tensors.stephooks import AroundStep
 
 

@@ -1,4 +1,4 @@
-"""torch's private parts: used in one file, each as that file says, and missed with one clear line."""
+"""torch's private parts: used in three files, each as its file says, and missed with one clear line."""
 
 from __future__ import annotations
 
@@ -26,19 +26,22 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from atoll.core.errors import UserError
 from atoll.tensors import torch_compat as compat
+from atoll.tensors import torch_parts as parts
+from atoll.tensors import torch_patches as patches
+from atoll.tensors import torch_scaling as scaling
 
 SOURCE = Path(__file__).parents[2] / "src" / "atoll"
-THE_ONE = SOURCE / "tensors" / "torch_compat.py"
+THESE = [SOURCE / "tensors" / f"torch_{name}.py" for name in ("compat", "scaling", "patches")]
 
 
 class Sources:
-    """The source code of Atoll, but for the one file."""
+    """The source code of Atoll, but for these files."""
 
     def __init__(self) -> None:
         self.trees = {
             path.relative_to(SOURCE).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
             for path in sorted(SOURCE.rglob("*.py"))
-            if path != THE_ONE
+            if path not in THESE
         }
         self.ours = names_defined(self.trees.values())
         self.torchs = names_of_torch()
@@ -55,8 +58,9 @@ def sources() -> Sources:
 @pytest.mark.check
 def test_no_other_file_uses_a_private_part_of_torch(sources: Sources) -> None:
     assert len(sources.trees) > 300
+    assert all(path.exists() for path in THESE)
     found = [f"{file}:{use}" for file, tree in sources.trees.items() for use in sources.uses(tree)]
-    assert not found, "use atoll.tensors.torch_compat in place of:\n" + "\n".join(found)
+    assert not found, "use one of atoll.tensors.torch_* in place of:\n" + "\n".join(found)
 
 
 @pytest.mark.check
@@ -113,9 +117,9 @@ def test_the_check_lets_pass_what_is_allowed(sources: Sources, allowed: str) -> 
 # A torch without a part.
 
 
-def compat_again() -> ModuleType:
-    """A second copy of the module, which looks for the parts of torch as it is now."""
-    spec = importlib.util.spec_from_file_location("compat_again", THE_ONE)
+def compat_again(of: ModuleType) -> ModuleType:
+    """A second copy of a module, which looks for the parts of torch as it is now."""
+    spec = importlib.util.spec_from_file_location("compat_again", of.__file__)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -124,8 +128,12 @@ def compat_again() -> ModuleType:
 
 
 def paths_needed() -> list[str]:
-    """The paths that the module gives to `_needs` and `_part`."""
-    tree = ast.parse(THE_ONE.read_text(encoding="utf-8"))
+    """The paths that the modules give to `_needs` and `_part`."""
+    return sorted({needed for path in THESE for needed in paths_needed_in(path)})
+
+
+def paths_needed_in(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     names = {
         node.targets[0].id: node.value.value
         for node in tree.body
@@ -141,44 +149,44 @@ def paths_needed() -> list[str]:
             and node.func.id in ("_needs", "_part")
         ):
             count = 1 if node.func.id == "_part" else len(node.args)
-            for path in node.args[:count]:
-                text = ast.unparse(path).strip("f").strip("'\"")
+            for argument in node.args[:count]:
+                text = ast.unparse(argument).strip("f").strip("'\"")
                 found.append(re.sub(r"\{(\w+)\}", lambda match: str(names[match[1]]), text))
-    return sorted({path for path in found if path.startswith("torch.")})
+    return {each for each in found if each.startswith("torch.")}
 
 
 def test_the_installed_torch_has_all_parts() -> None:
     assert len(paths_needed()) > 30
-    assert [compat.missing_part(path) for path in paths_needed()] == [""] * len(paths_needed())
-    assert compat.missing_part("torch._C._no_such_part.more") == "torch._C._no_such_part"
+    assert [parts.missing_part(path) for path in paths_needed()] == [""] * len(paths_needed())
+    assert parts.missing_part("torch._C._no_such_part.more") == "torch._C._no_such_part"
 
 
 @pytest.mark.parametrize(
-    ("holder", "part", "public"),
+    ("of", "holder", "part", "public"),
     [
-        ("torch._C", "_storage_Use_Count", "storage_uses"),
-        ("torch._C", "_current_graph_task_id", "is_within_backward"),
-        ("torch._C", "DisableTorchFunctionSubclass", "AsPlainTensors"),
-        ("torch._C._autograd", "_top_saved_tensors_default_hooks", "saved_tensors_hooks_in_force"),
-        ("torch.utils._pytree", "tree_map_only", "tree_map_only"),
-        ("torch._C._dynamo.eval_frame", "set_code_exec_strategy", "untraced"),
-        ("torch", "_amp_foreach_non_finite_check_and_unscale_", "count_unscaling"),
-        ("torch", "_amp_foreach_non_finite_check_and_unscale_", "unscale"),
-        ("torch.amp.GradScaler", "_unscale_grads_", "before_unscaling"),
-        ("torch.nn.utils.clip_grad", "_clip_grads_with_norm_", "watch_clipping"),
-        ("torch.utils.data.dataloader", "_BaseDataLoaderIter", "watch_loaders"),
-        ("torch.distributed.distributed_c10d", "_get_default_store", "default_store"),
+        (compat, "torch._C", "_storage_Use_Count", "storage_uses"),
+        (compat, "torch._C", "_current_graph_task_id", "is_within_backward"),
+        (compat, "torch._C", "DisableTorchFunctionSubclass", "AsPlainTensors"),
+        (compat, "torch._C._autograd", "_top_saved_tensors_default_hooks", "saved_tensors_hooks_in_force"),
+        (compat, "torch.utils._pytree", "tree_map_only", "tree_map_only"),
+        (compat, "torch._C._dynamo.eval_frame", "set_code_exec_strategy", "untraced"),
+        (scaling, "torch", "_amp_foreach_non_finite_check_and_unscale_", "count_unscaling"),
+        (scaling, "torch", "_amp_foreach_non_finite_check_and_unscale_", "unscale"),
+        (scaling, "torch.amp.GradScaler", "_unscale_grads_", "before_unscaling"),
+        (patches, "torch.nn.utils.clip_grad", "_clip_grads_with_norm_", "watch_clipping"),
+        (patches, "torch.utils.data.dataloader", "_BaseDataLoaderIter", "watch_loaders"),
+        (compat, "torch.distributed.distributed_c10d", "_get_default_store", "default_store"),
     ],
 )
 def test_without_a_part_only_what_needs_it_cannot_be_imported(
-    monkeypatch: pytest.MonkeyPatch, holder: str, part: str, public: str
+    monkeypatch: pytest.MonkeyPatch, of: ModuleType, holder: str, part: str, public: str
 ) -> None:
     """The line names the torch, the part and what needs it; the other functions are there."""
     place: Any = torch
     for name in holder.split(".")[1:]:
         place = getattr(place, name)
     monkeypatch.delattr(place, part)
-    module = compat_again()
+    module = compat_again(of)
     monkeypatch.setitem(sys.modules, "compat_again", module)
     with pytest.raises(UserError) as caught:
         exec(f"from compat_again import {public}", {})
@@ -186,7 +194,9 @@ def test_without_a_part_only_what_needs_it_cannot_be_imported(
     assert "\n" not in line
     assert torch.__version__ in line
     assert f"has no {holder}.{part}, which compat_again.{public} needs; install a torch from" in line
-    assert module.version_of(torch.ones(1)) == 0
+    missing = vars(of).keys() - vars(module).keys()
+    assert public in missing
+    assert len(missing) <= 4
     with pytest.raises(ImportError, match="no_such_name"):
         exec("from compat_again import no_such_name", {})
 
@@ -563,7 +573,7 @@ def test_the_options_of_an_nccl_group() -> None:
 
 @pytest.fixture
 def patched() -> None:
-    compat.count_unscaling()
+    scaling.count_unscaling()
 
 
 @pytest.mark.usefixtures("patched")
@@ -574,16 +584,16 @@ def test_a_scale_is_known_until_it_is_forgotten(how: dict[str, Any]) -> None:
     scaler.scale((parameter * 2).sum()).backward()
     seen: list[tuple[float, bool]] = []
     optimizer.register_step_pre_hook(
-        lambda *_: seen.append((compat.scale_of(optimizer), compat.infinity_left_to(optimizer)))
+        lambda *_: seen.append((scaling.scale_of(optimizer), scaling.infinity_left_to(optimizer)))
     )
     before = compat.version_of(parameter.grad)  # type: ignore[arg-type]
     scaler.unscale_(optimizer)
     assert compat.version_of(parameter.grad) > before  # type: ignore[arg-type]
-    assert compat.scale_of(optimizer) == 256.0
+    assert scaling.scale_of(optimizer) == 256.0
     scaler.step(optimizer)
     assert seen == [(256.0, False)]
-    compat.forget_scale(optimizer)
-    assert compat.scale_of(optimizer) == 1.0
+    scaling.forget_scale(optimizer)
+    assert scaling.scale_of(optimizer) == 1.0
 
 
 @pytest.mark.usefixtures("patched")
@@ -593,7 +603,7 @@ def test_the_scale_of_a_backward() -> None:
     found: list[float | None] = []
 
     def look(*_: Any) -> None:
-        read = compat.scale_of_backward()
+        read = scaling.scale_of_backward()
         kept.append(read)
         found.append(None if read is None else read())
 
@@ -626,16 +636,16 @@ def test_the_scale_of_a_backward() -> None:
 def test_what_a_scaler_leaves_to_the_step() -> None:
     """By the plain loop it leaves nothing, until `leave_scaling_to`; then it always calls the step."""
     parameter, optimizer = make_optimizer()
-    take_back = compat.leave_scaling_to(optimizer)
+    take_back = scaling.leave_scaling_to(optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     seen: list[tuple[float | None, bool]] = []
 
     def before(*_: Any) -> None:
-        scale = compat.scale_left_to(optimizer)
-        seen.append((None if scale is None else float(scale), compat.infinity_left_to(optimizer)))
-        compat.forget_scaling_left_to(optimizer)
-        assert compat.scale_left_to(optimizer) is None
-        assert not compat.infinity_left_to(optimizer)
+        scale = scaling.scale_left_to(optimizer)
+        seen.append((None if scale is None else float(scale), scaling.infinity_left_to(optimizer)))
+        scaling.forget_scaling_left_to(optimizer)
+        assert scaling.scale_left_to(optimizer) is None
+        assert not scaling.infinity_left_to(optimizer)
 
     optimizer.register_step_pre_hook(before)
     for factor in (1.0, float("inf")):
@@ -649,7 +659,7 @@ def test_what_a_scaler_leaves_to_the_step() -> None:
     scaler.scale((parameter * float("inf")).sum()).backward()
     scaler.step(optimizer)
     assert len(seen) == 2
-    assert compat.SCALES not in vars(optimizer)
+    assert scaling.SCALES not in vars(optimizer)
 
 
 @pytest.mark.usefixtures("patched")
@@ -666,7 +676,7 @@ def test_before_a_scaler_looks_at_gradients() -> None:
             return True
 
     reducing = Reducing()
-    compat.before_unscaling(optimizer, reducing.reduce, reducing.has_batch)
+    scaling.before_unscaling(optimizer, reducing.reduce, reducing.has_batch)
     optimizer.register_step_pre_hook(lambda *_: order.append("step"))
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(1))
@@ -688,7 +698,7 @@ def test_a_scaler_needs_no_scaled_loss_where_there_is_no_batch(has_batch: bool) 
             return has_batch
 
     known = Known()
-    compat.before_unscaling(optimizer, known.reduce, known.has_batch)
+    scaling.before_unscaling(optimizer, known.reduce, known.has_batch)
     optimizer.register_step_pre_hook(lambda *_: steps.append(None))
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     if has_batch:  # torch's own words on a script that forgets to scale
@@ -710,7 +720,7 @@ def test_who_zeroes_gradients_is_heard_until_it_is_enough() -> None:
             heard.append(list(parameters))
 
     ear = Ear()
-    unwatch = compat.watch_zeroing(ear.hear)
+    unwatch = patches.watch_zeroing(ear.hear)
     optimizer.zero_grad(set_to_none=False)
     module = nn.Linear(2, 1)
     module.zero_grad()
@@ -719,7 +729,7 @@ def test_who_zeroes_gradients_is_heard_until_it_is_enough() -> None:
     unwatch()
     unwatch()  # twice does no harm
     optimizer.zero_grad()
-    compat.watch_zeroing(Ear().hear)  # which nobody holds
+    patches.watch_zeroing(Ear().hear)  # which nobody holds
     optimizer.zero_grad()
     assert len(heard) == 2
 
@@ -730,10 +740,10 @@ def test_an_unscaling_counts_as_a_write() -> None:
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, torch.full((1,), 0.25))
     assert torch.equal(gradients[0], torch.full((2,), 2.0))
     assert compat.version_of(gradients[0]) == 1
-    compat.unscale([torch.full((2,), float("nan"))], found, torch.ones(1))
+    scaling.unscale([torch.full((2,), float("nan"))], found, torch.ones(1))
     assert found.item() == 1.0
-    assert compat.counted(compat._torchs) is compat.unscale
-    assert compat.counted(torch.add) is torch.add
+    assert scaling.counted(scaling._torchs) is scaling.unscale
+    assert scaling.counted(torch.add) is torch.add
 
 
 def test_who_reads_all_gradients() -> None:
@@ -743,7 +753,7 @@ def test_who_reads_all_gradients() -> None:
         @property
         def grad(self) -> Tensor | None:
             frame: FrameType | None = inspect.currentframe()
-            readers.append(compat.reader_of_all_gradients(frame))
+            readers.append(scaling.reader_of_all_gradients(frame))
             return torch.ones(2)
 
     parameter = Read(torch.ones(2))
@@ -764,16 +774,16 @@ def test_who_reads_all_gradients() -> None:
 
 
 def test_the_line_of_the_latest_clipping(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "script_line", lambda: "train.py:7")
-    compat.watch_clipping()
-    compat.forget_clipping()
+    monkeypatch.setattr(patches, "script_line", lambda: "train.py:7")
+    patches.watch_clipping()
+    patches.forget_clipping()
     parameter = nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
-    assert compat.clipped_at() == ""
+    assert patches.clipped_at() == ""
     torch.nn.utils.clip_grad_norm_([parameter], 0.5)
-    assert compat.clipped_at() == "train.py:7"
-    compat.forget_clipping()
-    assert compat.clipped_at() == ""
+    assert patches.clipped_at() == "train.py:7"
+    patches.forget_clipping()
+    assert patches.clipped_at() == ""
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -793,7 +803,7 @@ def test_loops_over_a_loader(workers: int) -> None:
     loader = DataLoader(
         TensorDataset(torch.arange(4)), batch_size=2, num_workers=workers, persistent_workers=workers > 0
     )
-    unwatch = compat.watch_loaders(Watcher())
+    unwatch = patches.watch_loaders(Watcher())
     for _ in range(2):
         for _batch in loader:
             pass

@@ -79,12 +79,13 @@ class Twins:
         gradients, without = self.gradients(number), {0} if number % 3 == 2 else set()
         for index, (parameter, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):
             parameter.grad = None if index in without else gradient
-        settings = plain_hyperparameters(self.plain.param_groups)  # it may count steps there
+        # Before the plain step, which may count steps in its groups:
+        self.shard.param_groups.set(plain_hyperparameters(self.plain.param_groups))
         self.plain.step()
         for chunk in self.chunks:
             slots = self.layout.chunks[chunk].slots
             present = [slot.parameter not in without for slot in slots]
-            self.shard.step(chunk, self.flat(chunk, gradients), present, settings)
+            self.shard.step(chunk, self.flat(chunk, gradients), present)
 
     def check(self) -> None:
         for chunk in self.chunks:
@@ -123,24 +124,22 @@ def test_contributions_join_an_open_step(class_: type[torch.optim.Optimizer]) ->
             parameter.grad = torch.lerp(one, other, 0.5)
         settings = plain_hyperparameters(twins.plain.param_groups)
         twins.plain.step()
+        twins.shard.param_groups.set(settings)
         for chunk in twins.chunks:
             present = [True] * len(twins.layout.chunks[chunk].slots)
             flat = twins.flat(chunk, first)
-            twins.shard.contribute(
-                chunk, flat, present, 1.0, opens=True, closes=False, hyperparameters=settings
-            )
+            twins.shard.contribute(chunk, flat, present, 1.0, opens=True, closes=False)
         if number % 2:
             again = twins.another()
             for chunk in twins.chunks:
                 values = twins.shard.values(chunk).clone()
                 WholeChunk.of(twins.shard, chunk).put_into(again, chunk, values)
             twins.shard = again
+        twins.shard.param_groups.set(settings)
         for chunk in twins.chunks:
             present = [True] * len(twins.layout.chunks[chunk].slots)
             flat = twins.flat(chunk, second)
-            twins.shard.contribute(
-                chunk, flat, present, 0.5, opens=False, closes=True, hyperparameters=settings
-            )
+            twins.shard.contribute(chunk, flat, present, 0.5, opens=False, closes=True)
         twins.check()
 
 

@@ -26,7 +26,8 @@ from atoll.core.errors import RunError, UserError
 from atoll.core.hyperparameters import Difference, first_difference
 from atoll.core.optimizerkind import OptimizerKind
 from atoll.core.weighing import KNOWN, are_certain, beyond, weight_of
-from atoll.tensors.shardoptimizer import Scratch, Settings, ShardOptimizer, SlotValues
+from atoll.tensors.paramgroups import Settings
+from atoll.tensors.shardoptimizer import Scratch, ShardOptimizer, SlotValues
 from atoll.wire.device import Clip
 from atoll.wire.messages import Hyperparameters
 
@@ -167,7 +168,7 @@ class GlobalParameters:
         """Return another optimizer of the trained chunks, which steps as this one does. It takes as much
         memory as the chunks and their state."""
         trained = [chunk for chunk in self.chunks if self.optimizer.trains(chunk)]
-        return self._make(trained, self.optimizer.hyperparameters)
+        return self._make(trained, self.optimizer.param_groups.given)
 
     def values(self, chunk: int) -> Tensor:
         """Return a chunk's global parameters, (extent,), where they lie: the next step changes them."""
@@ -216,7 +217,7 @@ class GlobalParameters:
             if len(contribution.present[chunk]) != slots:
                 raise UserError(f"{who}: chunk {chunk} has {slots} parameters")
         try:
-            self.optimizer.check_hyperparameters(contribution.hyperparameters)
+            self.optimizer.param_groups.check(contribution.hyperparameters)
         except UserError as error:
             raise UserError(f"{who}: {error}") from None
 
@@ -244,7 +245,7 @@ class GlobalParameters:
         if taken:
             counts = _first(taken)
             first = counts.node
-            self.optimizer.set_hyperparameters(counts.hyperparameters)
+            self.optimizer.param_groups.set(counts.hyperparameters)
         self.made[iteration] = () if step is None else step.whose
         self.made.pop(iteration - _MADE, None)
         self.iteration += 1
@@ -267,7 +268,7 @@ class GlobalParameters:
             if each.clip is not None and (math.isnan(each.clip.max_norm) or math.isnan(each.clip.norm_type)):
                 wrong[each.node] = f"node {each.node}'s contribution asks to clip by {each.clip.max_norm}"
             try:
-                self.optimizer.check_hyperparameters(each.hyperparameters)
+                self.optimizer.param_groups.check(each.hyperparameters)
             except UserError as error:
                 wrong[each.node] = f"node {each.node}'s contribution: {error}"
         return wrong
@@ -289,7 +290,7 @@ class GlobalParameters:
         first, certain = _first(contributions), are_certain(counted)
         weights = [weight_of(each, certain) for each in counted]
         total = sum(weights)
-        settings = self.optimizer.settings(first.hyperparameters)
+        settings = self.optimizer.param_groups.settings_of(first.hyperparameters)
         whose = tuple((each.node, each.incarnation) for each in contributions)
         shares = [weight / total for weight in weights]
         step = PreparedStep(iteration, whose, counted, shares, settings, None, None)
@@ -312,7 +313,7 @@ class GlobalParameters:
             if step.coefficient is not None:
                 out = scratch.part("mean", mean.numel(), mean.dtype)
                 mean = torch.mul(mean, step.coefficient, out=out)
-            optimizer.step_by(chunk, mean, _present(chunk, step.counted), step.settings)
+            optimizer.step(chunk, mean, _present(chunk, step.counted), settings=step.settings)
 
     def for_each_chunk(self, work: Callable[[int, Scratch], None]) -> None:
         """Call `work` for every trainable chunk, each time with scratch memory of its own."""

@@ -121,7 +121,7 @@ def _parts_of(parameters: GlobalParameters, values: bool) -> tuple[Head, list[Te
         iteration=parameters.iteration,
         digest=parameters.digest,
         optimizer=parameters.optimizer_name,
-        hyperparameters=optimizer.hyperparameters,
+        hyperparameters=optimizer.param_groups.given,
         parts=parts,
     )
     return head, payloads
@@ -151,7 +151,7 @@ def unpack_globals(raw: memoryview, parameters: GlobalParameters) -> Head:
         if values is not None:
             parameters.set_values(part.chunk, values)
         parameters.set_state(part.chunk, states, part.slots)
-    optimizer.set_hyperparameters(packed.head.hyperparameters)
+    optimizer.param_groups.set(packed.head.hyperparameters)
     if any(part.values for part in packed.head.parts):
         parameters.iteration = packed.head.iteration
     return packed.head
@@ -162,7 +162,7 @@ def _check(packed: Packed, parameters: GlobalParameters) -> None:
     head, optimizer = packed.head, parameters.optimizer
     if head.optimizer != parameters.optimizer_name:
         raise UserError(f"the state given is of {head.optimizer}, and here is {parameters.optimizer_name}")
-    optimizer.check_hyperparameters(head.hyperparameters)
+    optimizer.param_groups.check(head.hyperparameters)
     whole = any(part.values for part in head.parts)
     expected = [chunk for chunk in optimizer.chunks if whole or optimizer.trains(chunk)]
     if [part.chunk for part in head.parts] != expected or any(p.values != whole for p in head.parts):

@@ -22,8 +22,8 @@ from atoll.memory.payloads import MASTER, state_kind
 from atoll.memory.sharing import FetchCache, Sharing
 from atoll.memory.states import ChunkStates
 from atoll.memory.stepqueue import Settings
+from atoll.tensors.chunkstate import State, copied
 from atoll.tensors.dtypes import dtype_named
-from atoll.tensors.optimizer import State, copied
 from atoll.tensors.packing import pack, unpack
 
 _Told: TypeAlias = tuple[State, dict[str, torch.dtype]]  # numbers and element-wise states' dtypes, by key

@@ -31,14 +31,8 @@ from atoll.memory.stepqueue import DEADLINE, StepQueue
 from atoll.tensors.binding import carve, dtype_as, laid
 from atoll.tensors.graphs import with_graph
 from atoll.tensors.sparse import check_summable
-from atoll.tensors.torch_compat import (
-    AsPlainTensors,
-    count_unscaling,
-    hook_first,
-    storage_handle,
-    storage_uses,
-    version_of,
-)
+from atoll.tensors.torch_compat import AsPlainTensors, hook_first, storage_handle, storage_uses, version_of
+from atoll.tensors.torch_scaling import count_unscaling
 
 _GRAD: Any = torch.Tensor.grad  # autograd's own, whatever a parameter's class makes of `grad`
 

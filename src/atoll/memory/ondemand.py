@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from atoll.core.errors import UserError
-from atoll.tensors.optimizer import State
+from atoll.tensors.chunkstate import State
 
 
 class StatesOnDemand(defaultdict[nn.Parameter, State]):

@@ -31,10 +31,10 @@ from atoll.tensors.torch_compat import (
     compare_kinds,
     flatten_rnn,
     makes_parameter,
-    stand_in_for_transforms,
     untraced,
     version_of,
 )
+from atoll.tensors.torch_patches import stand_in_for_transforms
 
 if TYPE_CHECKING:
     from atoll.memory.engine import Engine

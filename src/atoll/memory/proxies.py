@@ -24,13 +24,13 @@ from atoll.tensors.torch_compat import (
     TYPED_STORAGE,
     ZERO_LIST,
     AsPlainTensors,
-    counted,
     marked,
     tree_leaves,
     tree_map,
     untraced,
     version_of,
 )
+from atoll.tensors.torch_scaling import counted
 
 _TENSOR: Any = torch.Tensor  # its getters are no attributes for a type checker
 # Functions that read nothing but a tensor's kind.

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from atoll.memory.payloads import MASTER, VALUES, Key, spare_kind, state_kind
 from atoll.memory.states import ChunkStates, Kept
 from atoll.memory.stepqueue import Settings
+from atoll.tensors.chunkstate import State, runs_alike
 from atoll.tensors.elementwise import begin_training
-from atoll.tensors.optimizer import State, runs_alike
 from atoll.tensors.torch_compat import bare_step, drop_step_hooks
 from atoll.tensors.wrapped import clone
 

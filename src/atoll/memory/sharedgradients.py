@@ -36,7 +36,8 @@ from atoll.memory.stepqueue import StepQueue
 from atoll.memory.sums import Summing
 from atoll.tensors.binding import dtype_as, numbers_in
 from atoll.tensors.finite import is_finite
-from atoll.tensors.torch_compat import reader_of_all_gradients, version_of
+from atoll.tensors.torch_compat import version_of
+from atoll.tensors.torch_scaling import reader_of_all_gradients
 
 _UNDER_WAY = 2  # sums at once: while one travels, the next is prepared
 _FIRST = 3 + SAID  # values that members sum about a backward as a whole

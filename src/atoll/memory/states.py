@@ -19,8 +19,8 @@ from atoll.memory.payloads import MASTER, VALUES, Payloads, spare_kind, state_ki
 from atoll.memory.portions import Portion
 from atoll.memory.stepqueue import Settings
 from atoll.tensors.binding import dtype_as, laid
+from atoll.tensors.chunkstate import State, copied, signature
 from atoll.tensors.lazy import LazyTensor
-from atoll.tensors.optimizer import State, copied, signature
 from atoll.tensors.stepunit import Unit, unit_of
 from atoll.tensors.wrapped import clone, is_wrapped, moved_to
 

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from atoll.axes.choices import Choices
 from atoll.axes.needs import error_of
 from atoll.core.errors import UserError
-from atoll.tensors.torch_compat import is_unscaling, is_within_backward
+from atoll.tensors.torch_compat import is_within_backward
+from atoll.tensors.torch_scaling import is_unscaling
 
 
 class UntilRead:

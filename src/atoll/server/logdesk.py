@@ -54,7 +54,7 @@ class LogDesk:
         if asynchronous or (isinstance(message, messages.Step) and message.accepted):
             # Every shard carries out what the log has, so settings are checked before they enter it.
             try:
-                model.optimizer.check_hyperparameters(message.hyperparameters)
+                model.optimizer.param_groups.check(message.hyperparameters)
             except UserError as error:
                 return str(error)
         self._hear(heard)

@@ -320,7 +320,7 @@ class Mirror:
         elif model.complete and source.is_between_lines:
             image, parts = source.image()
             self._stream = secrets.token_hex(8)
-            groups = model.optimizer.hyperparameters
+            groups = model.optimizer.param_groups.given
             begin = Begin(stream=self._stream, parts=len(parts), hyperparameters=groups)
             self._send(begin, encode_image(image))
             for part, payload in parts:

@@ -119,6 +119,21 @@ class ModelState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return self.setup if self.site is None else self.site.between
 
 
+class HeldGroups(Protocol):
+    """The optimizers' param groups: those with which chunks are stepped here, or those that a site passes
+    on."""
+
+    @property
+    def given(self) -> list[dict[str, Any]]:
+        """The groups as given last."""
+
+    def check(self, hyperparameters: Sequence[Mapping[str, Any]]) -> None:
+        """Raise UserError for groups that do not fit the run's."""
+
+    def set(self, hyperparameters: Sequence[Mapping[str, Any]]) -> None:
+        """Use these groups from now on; raises UserError if they do not fit."""
+
+
 class Holder(Protocol):
     """Owner of the chunks' values: a `ShardOptimizer`, which also steps them, or a site's fetched values."""
 
@@ -126,7 +141,7 @@ class Holder(Protocol):
     def chunks(self) -> tuple[int, ...]: ...
 
     @property
-    def hyperparameters(self) -> list[dict[str, Any]]: ...
+    def param_groups(self) -> HeldGroups: ...
 
     def slots(self, chunk: int) -> int: ...
 
@@ -135,10 +150,6 @@ class Holder(Protocol):
     def dtype(self, chunk: int) -> torch.dtype: ...
 
     def values(self, chunk: int) -> Tensor: ...
-
-    def check_hyperparameters(self, hyperparameters: Sequence[Mapping[str, Any]]) -> None: ...
-
-    def set_hyperparameters(self, hyperparameters: Sequence[Mapping[str, Any]]) -> None: ...
 
 
 class Model:
@@ -224,7 +235,7 @@ class Model:
             shard=shard,
             digest=self.setup.digest,
             optimizers=self.setup.optimizers,
-            hyperparameters=self.optimizer.hyperparameters,
+            hyperparameters=self.optimizer.param_groups.given,
             sequence=sequence,
             steps=self.iterations,
         )
@@ -503,7 +514,7 @@ class Model:
                 self.own.set_values(chunk, values)
         if not action.accepted:
             return
-        self.optimizer.set_hyperparameters(action.hyperparameters)
+        self.optimizer.param_groups.set(action.hyperparameters)
         for chunk in self.chunks:
             if not self.own.trains(chunk, action.optimizer):
                 done(chunk)
@@ -535,7 +546,7 @@ class Model:
 
     def _apply(self, action: ApplyChunks, before: Done, done: Done) -> None:
         self.iterations = max(self.iterations, action.iteration + 1)
-        self.optimizer.set_hyperparameters(action.hyperparameters)
+        self.optimizer.param_groups.set(action.hyperparameters)
         for chunk, (handle, present) in _in_order(action.chunks):
             if chunk not in self.awaited and self.own.trains(chunk, action.optimizer):
                 self._make_way(chunk, before)

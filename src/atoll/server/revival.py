@@ -85,7 +85,7 @@ class Revival:
         except UserError as error:
             raise CheckpointError(f"{snapshot or 'the journal'}: {error}") from None
         if snapshot is not None:
-            model.own.set_hyperparameters(restore(snapshot, model.own).heading.hyperparameters)
+            model.own.param_groups.set(restore(snapshot, model.own).heading.hyperparameters)
         self.stand_as(model, image, parts)
 
     def make_model(self, image: ShardImage) -> Model:

@@ -43,6 +43,29 @@ Passing: TypeAlias = Callable[[ShardLink], None]  # an operation with the global
 Gradients: TypeAlias = tuple[Tensor, bytes]  # a chunk's gradients, and their presence by slot
 
 
+class PassingGroups:
+    """The optimizers' param groups, on their way to the global shards."""
+
+    def __init__(self, hyperparameters: Sequence[Mapping[str, Any]]) -> None:
+        self._given = [dict(group) for group in hyperparameters]
+
+    @property
+    def given(self) -> list[dict[str, Any]]:
+        return [dict(group) for group in self._given]
+
+    def check(self, hyperparameters: Sequence[Mapping[str, Any]]) -> None:
+        """Raise UserError for param groups other than the run's. The global shards check further."""
+        own = self._given  # a scheduler adds keys of its own
+        if len(hyperparameters) != len(own) or any(
+            group.keys() - given.keys() for group, given in zip(own, hyperparameters, strict=True)
+        ):
+            raise UserError(f"hyperparameters of other param groups than the {len(own)} that the run has")
+
+    def set(self, hyperparameters: Sequence[Mapping[str, Any]]) -> None:
+        self.check(hyperparameters)
+        self._given = [dict(group) for group in hyperparameters]
+
+
 class PassingValues:
     """Values of a site's chunks, as fetched last. New tensors replace old ones, which may still be on their
     way to a worker."""
@@ -50,15 +73,11 @@ class PassingValues:
     def __init__(self, layout: ChunkMap, held: Sequence[int], hyperparameters: Sequence[Mapping[str, Any]]):
         self.layout, self._held = layout, tuple(held)
         self._values: dict[int, Tensor] = {}
-        self._hyperparameters = [dict(group) for group in hyperparameters]
+        self.param_groups = PassingGroups(hyperparameters)
 
     @property
     def chunks(self) -> tuple[int, ...]:
         return self._held
-
-    @property
-    def hyperparameters(self) -> list[dict[str, Any]]:
-        return [dict(group) for group in self._hyperparameters]
 
     def slots(self, chunk: int) -> int:
         return len(self.layout.chunks[chunk].slots)
@@ -75,18 +94,6 @@ class PassingValues:
 
     def put(self, chunk: int, values: Tensor) -> None:
         self._values[chunk] = values
-
-    def check_hyperparameters(self, hyperparameters: Sequence[Mapping[str, Any]]) -> None:
-        """Raise UserError for param groups other than the run's. The global shards check further."""
-        own = self._hyperparameters  # a scheduler adds keys of its own
-        if len(hyperparameters) != len(own) or any(
-            group.keys() - given.keys() for group, given in zip(own, hyperparameters, strict=True)
-        ):
-            raise UserError(f"hyperparameters of other param groups than the {len(own)} that the run has")
-
-    def set_hyperparameters(self, hyperparameters: Sequence[Mapping[str, Any]]) -> None:
-        self.check_hyperparameters(hyperparameters)
-        self._hyperparameters = [dict(group) for group in hyperparameters]
 
 
 class SiteModel(Model):
@@ -156,7 +163,7 @@ class SiteModel(Model):
         ]
         site = SiteState(
             between=self.between,
-            hyperparameters=self.optimizer.hyperparameters,
+            hyperparameters=self.optimizer.param_groups.given,
             clock=self.clock,
             held={chunk: weight for chunk, (_, weight) in held.items()},
         )
@@ -165,7 +172,7 @@ class SiteModel(Model):
     def remember(self, state: ModelState, parts: Mapping[str, Mapping[int, memoryview]]) -> None:
         super().remember(state, parts)
         assert state.site is not None
-        self.optimizer.set_hyperparameters(state.site.hyperparameters)
+        self.optimizer.param_groups.set(state.site.hyperparameters)
         self.clock = state.site.clock
         self.feedback.restore(
             {
@@ -322,7 +329,7 @@ class SiteModel(Model):
         self._replaced.clear()
         self.iterations = action.iteration + 1
         if action.accepted:
-            self.optimizer.set_hyperparameters(action.hyperparameters)
+            self.optimizer.param_groups.set(action.hyperparameters)
         if not self._alive():
             return  # no worker made this step, and the hub removes the site from the run
         clock, told = self.clock, done if self._above is not None else _nothing
@@ -339,7 +346,7 @@ class SiteModel(Model):
             assert mean is not None
             # Without a step by any worker the samples count nowhere: they are dealt again once the site ends.
             used = self._used()
-            settings, used = self.optimizer.hyperparameters, [] if action.nobody else used
+            settings, used = self.optimizer.param_groups.given, [] if action.nobody else used
             self._settle_losses()  # while a journal is replayed: the earlier contribution is over
             word = partial(
                 self._contribute,

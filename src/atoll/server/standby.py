@@ -302,7 +302,7 @@ class Standby:
             return
         image, self._image = self._image, None
         model = self.shard.revival.make_model(image)
-        model.own.set_hyperparameters(self._groups)
+        model.own.param_groups.set(self._groups)
         model.awaited = set(model.chunks)
         self.shard.revival.stand_as(model, image, self._parts)
 

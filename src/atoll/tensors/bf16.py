@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from atoll.core.errors import PrepareError
 from atoll.core.options import no_such_choice
+from atoll.tensors.chunkstate import State
 from atoll.tensors.lazy import read_whole
-from atoll.tensors.optimizer import ParameterOptimizer, State, StepHooks, own_tensors
+from atoll.tensors.optimizer import ParameterOptimizer, StepHooks, own_tensors
 from atoll.tensors.rounding import stochastically_rounded
 from atoll.tensors.torch_compat import step_hooks, tree_map_only
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.hyperparameters import GRADIENT_SCALE, IMPLEMENTATION, SCHEDULED
-from atoll.tensors.torch_compat import scale_of
+from atoll.tensors.torch_scaling import scale_of
 
 Settings = list[dict[str, Any]]
 

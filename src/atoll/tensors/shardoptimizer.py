@@ -25,24 +25,23 @@ from atoll.core.errors import UserError
 from atoll.core.optimizerkind import OptimizerKind
 from atoll.core.scriptmodule import module_of
 from atoll.tensors.binding import BoundChunk
+from atoll.tensors.chunkstate import SavedState
 from atoll.tensors.compensation import Origins
 from atoll.tensors.elementwise import NotElementwiseError, begin_training, elementwise_state_keys
-from atoll.tensors.optimizer import ChunkOptimizer, SavedState, StepHooks
+from atoll.tensors.optimizer import ChunkOptimizer, StepHooks
 from atoll.tensors.packing import PACKED, pack, unpack
+from atoll.tensors.paramgroups import ParamGroups, Settings
 from atoll.tensors.stephooks import AroundStep
 from atoll.tensors.stepunit import tensor_bytes
 
-Settings: TypeAlias = dict[str, Any]  # a param group without its parameters
 SlotValues: TypeAlias = list[dict[str, Any]]  # for each slot, its states that are one number
 
 _ALLOWED = (
     "SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop",
     "Adafactor", "Muon",  # by whole tensors; an old torch has no Muon
 )  # fmt: skip
-_FUSED = ("SGD", "Adam", "AdamW", "Adagrad")  # those with a fused implementation on CPUs
 _MOST_STATES = 64  # bytes an element of a state from outside, where whole tensors are stepped
 _HALF = (torch.float16, torch.bfloat16)
-_PLAIN = (bool, int, float, str, type(None))
 
 
 def full_name(class_: type) -> str:
@@ -305,13 +304,14 @@ class ShardOptimizer:
     """The chunks with ids `held` of a layout, and their optimizers, at one shard or node.
 
     `optimizers` are those of the model: each steps the param groups that follow those of the one before.
-    `hyperparameters` are the param groups, in order, in the form of wire.messages.plain_hyperparameters. All
-    tensors given and returned are flat, of a chunk's extent and on the CPU.
+    `hyperparameters` and `fused` are as in `ParamGroups`. SGD never steps half precision by a fused kernel,
+    even if a script asks for one: the script's device may have other kernels. All tensors given and returned
+    are flat, of a chunk's extent and on the CPU. Raises UserError for an optimizer that cannot run here.
 
-    With `fused`, a param group that leaves the implementation to torch (fused=None) uses torch's fused kernel
-    if there is one. The kernel is faster, and in single precision rounds differently from the loop that torch
-    would choose. SGD never steps half precision by a fused kernel, even if a script asks for one: the
-    script's device may have other kernels. Raises UserError for an optimizer that cannot run here.
+    Attributes:
+        layout: the layout.
+        param_groups: the settings with which steps are made.
+        origins: for delay compensation, the values from which contributors went on; None without it.
     """
 
     def __init__(
@@ -324,7 +324,7 @@ class ShardOptimizer:
         configured: str = "",
         fused: bool = False,
     ) -> None:
-        self.layout, self._fused = layout, fused
+        self.layout = layout
         groups = sum(each.groups for each in optimizers)
         if groups != len(hyperparameters):
             raise UserError(
@@ -332,28 +332,28 @@ class ShardOptimizer:
             )
         classes = [optimizer_class(each.name, configured) for each in optimizers]
         self._optimizer_of = [number for number, each in enumerate(optimizers) for _ in range(each.groups)]
-        self._classes = [classes[number] for number in self._optimizer_of]
-        self._groups = self._torch_settings(hyperparameters)
-        self._given = [dict(group) for group in hyperparameters]
-        self.origins: Origins | None = None  # for delay compensation
+        classes_of = [classes[number] for number in self._optimizer_of]  # by param group
+        self.param_groups = ParamGroups(classes_of, hyperparameters, fused=fused)
+        settings = self.param_groups.settings
+        self.origins: Origins | None = None
         self._group_of: dict[int, int] = {}
         self._chunks: dict[int, _HeldChunk] = {}
         kinds: dict[tuple[int, str], _Kind] = {}
         for id_ in held:
             chunk = layout.chunks[id_]
-            group = _group_index(layout, chunk, len(self._groups))
+            group = _group_index(layout, chunk, len(settings))
             if group is None:
                 self._chunks[id_] = _HeldChunk(chunk)
                 continue
-            by_tensor, class_ = optimizers[self._optimizer_of[group]].by_tensor, self._classes[group]
+            by_tensor, class_ = optimizers[self._optimizer_of[group]].by_tensor, classes_of[group]
             specs = layout.specs if by_tensor else None
-            item = self._chunks[id_] = _HeldChunk(chunk, class_, self._groups[group], specs)
+            item = self._chunks[id_] = _HeldChunk(chunk, class_, settings[group], specs)
             self._group_of[id_] = group
             if by_tensor:
                 item.begin(_Kind(set(), {PACKED: torch.uint8}, by_tensor=True))
                 continue
             if (group, chunk.dtype) not in kinds:
-                kinds[group, chunk.dtype] = _probe(class_, item.optimizer, self._groups[group], chunk.dtype)
+                kinds[group, chunk.dtype] = _probe(class_, item.optimizer, settings[group], chunk.dtype)
             item.begin(kinds[group, chunk.dtype])
 
     @property
@@ -389,31 +389,21 @@ class ShardOptimizer:
         chunk: int,
         gradients: Tensor,
         present: Iterable[bool | int],
-        hyperparameters: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        settings: Sequence[Settings] | None = None,
     ) -> None:
         """Step the slots of one chunk that are `present` with their part of `gradients`.
 
-        `hyperparameters` are those of all param groups; None keeps the previous ones.
+        `settings` are those of all param groups (`ParamGroups.settings_of`); None: the present ones. Threads
+        may step different chunks at once.
         """
-        if hyperparameters is not None:
-            self.set_hyperparameters(hyperparameters)
-        self.step_by(chunk, gradients, present, self._groups)
-
-    def step_by(
-        self, chunk: int, gradients: Tensor, present: Iterable[bool | int], settings: Sequence[Settings]
-    ) -> None:
-        """Step one chunk with param groups from `settings`; threads may step different chunks at once."""
         held, here = self._chunks[chunk], tuple(bool(flag) for flag in present)
         held.open.clear()
         if not any(here):  # no parameter would change, nor any step count
             return
-        held.apply(settings[self._group_of[chunk]])
+        groups = self.param_groups.settings if settings is None else settings
+        held.apply(groups[self._group_of[chunk]])
         held.step(gradients, here)
-
-    def settings(self, hyperparameters: Sequence[Mapping[str, Any]]) -> list[Settings]:
-        """Return hyperparameters in the form that `step_by` takes; raises UserError if they do not fit."""
-        self.check_hyperparameters(hyperparameters)
-        return self._torch_settings(hyperparameters)
 
     @contextlib.contextmanager
     def undone(self, chunk: int, scratch: Scratch) -> Iterator[None]:
@@ -440,7 +430,6 @@ class ShardOptimizer:
         *,
         opens: bool,
         closes: bool,
-        hyperparameters: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         """Add one contribution to a chunk's open step, and make the step again with the new mean.
 
@@ -453,42 +442,15 @@ class ShardOptimizer:
             part: the contribution's share of the weight so far.
             opens: the contribution is the step's first.
             closes: the contribution is the step's last.
-            hyperparameters: those of all param groups; None keeps the previous ones.
         """
-        if hyperparameters is not None:
-            self.set_hyperparameters(hyperparameters)
         held, here = self._chunks[chunk], tuple(bool(flag) for flag in present)
         if opens:
             held.open.clear()
         if part > 0 and (any(here) or held.open.mean is not None):
-            held.apply(self._groups[self._group_of[chunk]])
+            held.apply(self.param_groups.settings[self._group_of[chunk]])
             held.contribute(gradients, here, part, closes)
         if closes:
             held.open.clear()
-
-    def set_hyperparameters(self, hyperparameters: Sequence[Mapping[str, Any]]) -> None:
-        """Use these param groups in later steps; raises UserError if they do not fit the previous ones."""
-        self.check_hyperparameters(hyperparameters)
-        for index, group in enumerate(hyperparameters):
-            if group != self._given[index]:
-                self._groups[index] = self._settings(group, self._classes[index])
-                self._given[index] = dict(group)
-
-    def check_hyperparameters(self, hyperparameters: Sequence[Mapping[str, Any]]) -> None:
-        """Raise UserError for param groups that do not fit the previous ones."""
-        if len(hyperparameters) != len(self._groups):
-            raise UserError(
-                f"hyperparameters of {len(hyperparameters)} param groups, where the run has "
-                f"{len(self._groups)}"
-            )
-        for index, group in enumerate(hyperparameters):
-            if group != self._given[index]:
-                _check_alike(self._settings(group, self._classes[index]), self._groups[index])
-
-    @property
-    def hyperparameters(self) -> list[dict[str, Any]]:
-        """The param groups as given last."""
-        return [dict(group) for group in self._given]
 
     def values(self, chunk: int) -> Tensor:
         """Return a chunk's values without a copy: the next step changes them."""
@@ -542,13 +504,11 @@ class ShardOptimizer:
 
     def state_dtype(self, chunk: int, key: str) -> torch.dtype:
         """Return the dtype of a tensor of `state`; raises UserError if there is none called `key`."""
-        kind = self._chunks[chunk].kind
-        if kind is not None and kind.by_tensor and key == PACKED:
-            return torch.uint8
-        if kind is None or key not in kind.elementwise:
-            name = type(self._chunks[chunk].optimizer).__name__ if kind is not None else "the optimizer"
+        held, dtypes = self._chunks[chunk], self.state_dtypes(chunk)
+        if key not in dtypes:
+            name = "the optimizer" if held.kind is None else type(held.optimizer).__name__
             raise UserError(f"{name} keeps no state called {key!r} for each element")
-        return kind.dtypes[key]
+        return dtypes[key]
 
     def state(self, chunk: int) -> tuple[dict[str, Tensor], SlotValues]:
         """Return copies of a chunk's element-wise states, flat, and the other states of each slot.
@@ -593,11 +553,9 @@ class ShardOptimizer:
         if len(slots) != len(held.parameters):
             raise UserError(f"chunk {chunk}: states of {len(slots)} parameters for {len(held.parameters)}")
         if held.kind.by_tensor:
-            states = unpack(elements.get(PACKED, torch.empty(0, dtype=torch.uint8)), slots)
+            states = zip(held.parameters, _unpacked(elements, slots), strict=True)
             held.optimizer.state.clear()
-            held.optimizer.state.update(
-                {p: state for p, state in zip(held.parameters, states, strict=True) if state}
-            )
+            held.optimizer.state.update({parameter: state for parameter, state in states if state})
             return
         counted = any(value is not None for values in slots for value in values.values())
         held.optimizer.state.clear()
@@ -660,33 +618,13 @@ class ShardOptimizer:
             if key.startswith("state.")
         }
         if held.kind.by_tensor:
-            states = unpack(elements.get(PACKED, torch.empty(0, dtype=torch.uint8)), slots)
-            step.trial = Trial(tensors["values"].clone(), [SavedState({}, states)])
+            step.trial = Trial(tensors["values"].clone(), [SavedState({}, _unpacked(elements, slots))])
             return
         numbers = [
             {key: None if value is None else held.kind.tensor(key, value) for key, value in slot.items()}
             for slot in slots
         ]
         step.trial = Trial(tensors["values"].clone(), [SavedState(elements, numbers)])
-
-    def _torch_settings(self, hyperparameters: Sequence[Mapping[str, Any]]) -> list[Settings]:
-        groups = zip(hyperparameters, self._classes, strict=True)
-        return [self._settings(group, class_) for group, class_ in groups]
-
-    def _settings(self, group: Mapping[str, Any], class_: type[torch.optim.Optimizer]) -> Settings:
-        """Return a received param group in torch's form, for a CPU."""
-        settings = {key: _torch_value(key, value) for key, value in group.items() if key != "params"}
-        for key in ("capturable", "differentiable"):  # concern graphs on the worker's device alone
-            if settings.get(key):
-                settings[key] = False
-        if "fused" in settings:
-            has = class_.__name__ in _FUSED
-            left_to_torch = settings["fused"] is None and not settings.get("foreach")
-            if settings["fused"] and not has:
-                settings["fused"] = None
-            elif self._fused and left_to_torch and has:
-                settings["fused"] = True
-        return settings
 
 
 def _shaped(slot: Slot, specs: Sequence[ParameterSpec], dtype: torch.dtype) -> Tensor:
@@ -710,28 +648,9 @@ def _packed(states: Sequence[dict[str, Any]]) -> tuple[dict[str, Tensor], SlotVa
     return ({PACKED: flat} if flat.numel() else {}), words
 
 
-def _torch_value(key: str, value: Any) -> Any:
-    """Return a hyperparameter from MessagePack in torch's form; raises UserError if it is not plain."""
-    if isinstance(value, (list, tuple)):
-        return tuple(_torch_value(key, part) for part in value)
-    if not isinstance(value, _PLAIN):
-        raise UserError(f"hyperparameter {key!r} is a {type(value).__name__}, and not a plain number")
-    return value
-
-
-def _check_alike(settings: Settings, before: Settings) -> None:
-    """Raise UserError if a hyperparameter is missing, or is of another kind than before."""
-    for key, value in before.items():
-        if key not in settings or not _is_alike(settings[key], value):
-            raise UserError(f"hyperparameter {key!r} was {value!r} and is now {settings.get(key)!r}")
-
-
-def _is_alike(now: Any, before: Any) -> bool:
-    if isinstance(before, tuple):
-        return isinstance(now, tuple) and len(now) == len(before) and all(map(_is_alike, now, before))
-    if before is None or isinstance(before, str):
-        return not isinstance(now, tuple)
-    return isinstance(now, (int, float)) or (now is None and isinstance(before, bool))
+def _unpacked(elements: Mapping[str, Tensor], words: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the states that `_packed` has packed."""
+    return unpack(elements.get(PACKED, torch.empty(0, dtype=torch.uint8)), words)
 
 
 def _make(

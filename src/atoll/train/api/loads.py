@@ -50,9 +50,9 @@ class StateLoads:
         self._check(waits=_waits(prepared))
         with self._call(prepared, of):
             reducer = prepared.reducer
-            if reducer.reduced and not reducer.unsent:  # the script has left the step out
+            if reducer.phase.awaits_step:  # the script has left the step out
                 reducer.drop_kept()
-                reducer.reduced = False
+                reducer.phase.reduced = False
             wrote = self._collectives.before_load()
             found, failure = dict[str, Any](), ""
             try:
@@ -130,9 +130,7 @@ class StateLoads:
 
 def _waits(prepared: Prepared) -> bool:
     """True between a backward and the last optimizer's step."""
-    reducer = prepared.reducer
-    started = reducer.unsent or (reducer.reduced and reducer.watch.has_values())
-    return started or any(each.has_gradients_left for each in prepared.sets)
+    return prepared.reducer.phase.has_unstepped() or any(each.has_gradients_left for each in prepared.sets)
 
 
 def _without_none(state_dict: dict[str, Any], keys: set[str]) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from atoll.core.errors import UserError
 from atoll.tensors.outofmemory import is_out_of_memory, let_go
-from atoll.tensors.torch_compat import next_node, watch_zeroing
+from atoll.tensors.torch_compat import next_node
+from atoll.tensors.torch_patches import watch_zeroing
 from atoll.train.api.prepared import Prepared
 from atoll.train.data.batches import SampledBatches
 from atoll.train.data.cutting import cut_out, samples_of
@@ -201,7 +202,7 @@ class Piece:
     def __enter__(self) -> Any:
         of, pieces = self._of, self._of.of
         self._marks = [model.samples.mark() for model in of.counted]
-        self._unsent = [model.reducer.unsent for model in of.models]
+        self._unsent = [model.reducer.phase.unsent for model in of.models]
         self._ways = [(model.reducer.synchronous, model.reducer.sends_early) for model in of.models]
         self._buffers = [model.buffers.copies() for model in of.models] if pieces.finds else []
         self._ends = pieces.backward.ends
@@ -248,7 +249,7 @@ class Piece:
         for counted, mark in zip(self._of.counted, self._marks, strict=True):
             counted.samples.back_to(mark)
         for model, unsent in zip(self._of.models, self._unsent, strict=True):
-            model.reducer.unsent = unsent
+            model.reducer.phase.unsent = unsent
             for parameter in model.parameters.values():
                 parameter.grad = None
         for model, copies in zip(self._of.models, self._buffers, strict=True):

@@ -26,18 +26,14 @@ from atoll.tensors.lazy import read_whole
 from atoll.tensors.optimizer import CHANGE_BEFORE, PREPARE_AGAIN
 from atoll.tensors.shardoptimizer import own_path
 from atoll.tensors.stepunit import Unit
-from atoll.tensors.torch_compat import (
-    backward_under_way,
+from atoll.tensors.torch_compat import backward_under_way, is_within_functional_call, own_parameters
+from atoll.tensors.torch_patches import clipped_at, watch_clipping, watch_zeroing
+from atoll.tensors.torch_scaling import (
     before_unscaling,
-    clipped_at,
     count_unscaling,
     forget_scale,
     infinity_left_to,
-    is_within_functional_call,
-    own_parameters,
     scale_of,
-    watch_clipping,
-    watch_zeroing,
 )
 from atoll.train.api.agreement import check_same, describe
 from atoll.train.api.growth import Growth
@@ -308,7 +304,7 @@ class Prepared:
             self._other_steps = OtherSteps(
                 optimizers,
                 self.parameters,
-                shows_mean=lambda: self.reducer.shows_mean,
+                shows_mean=lambda: self.reducer.sum.shows_mean and self.reducer.phase.awaits_step,
                 warn_once=tells.warn_once,
             )
 
@@ -389,7 +385,7 @@ class Prepared:
 
         What lies in tiers is read there until `left`. Raises PrepareError between a backward and its step.
         """
-        if self.reducer.unsent or (self.reducer.reduced and self.reducer.watch.has_values()):
+        if self.reducer.phase.has_unstepped():
             raise PrepareError(
                 "session.prepare was called again between a backward and optimizer.step(); call it after the "
                 "step, on every worker"
@@ -609,7 +605,7 @@ class Prepared:
 
     def _follows(self, of: StepSet) -> bool:
         """True if an optimizer is left to step gradients that another optimizer has stepped already."""
-        return of.has_gradients_left and not self.reducer.has_batch
+        return of.has_gradients_left and not self.reducer.phase.has_batch
 
     def before_unscaling(self, of: StepSet) -> None:
         """Reduce before a GradScaler looks for infinities, also on a worker without a batch."""
@@ -620,7 +616,7 @@ class Prepared:
 
     def has_batch_for(self, of: StepSet) -> bool:
         """False if no backward of this iteration has left gradients on this worker."""
-        return self._closed or self.reducer.has_batch or self._follows(of)
+        return self._closed or self.reducer.phase.has_batch or self._follows(of)
 
     def _note_zeros(self, parameters: Iterable[nn.Parameter]) -> None:
         if self._ready:

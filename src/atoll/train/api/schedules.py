@@ -106,6 +106,6 @@ class Schedules:
         Samples of an iteration whose optimizer step is yet to come do not count.
         """
         for prepared in self._state.prepared:
-            if not (prepared.reducer.sums_samples and prepared.reducer.reduced):
+            if not (prepared.reducer.sums_samples and prepared.reducer.phase.reduced):
                 for optimizer in prepared.optimizers:
                     self._state.follow_samples(optimizer, prepared.reducer.consumed)

@@ -120,7 +120,7 @@ class Session:
         self._own_data = OwnData(
             self._more,
             ask=partial(self._collectives.any_of, "session.epoch_of"),
-            unsent=lambda: any(each.reducer.unsent for each in runtime.state.prepared),
+            unsent=lambda: any(each.reducer.phase.unsent for each in runtime.state.prepared),
             check=lambda: check("call", runtime.choices(config, None, call="session.epoch_of", data="own")),
             together=not runtime.workers.alone and runtime.together,
         )

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from atoll.tensors.bf16 import Float32Steps
-from atoll.tensors.optimizer import State, StepHooks
+from atoll.tensors.chunkstate import State
+from atoll.tensors.optimizer import StepHooks
 from atoll.tensors.stepunit import Unit
 from atoll.train.gradients.watch import GradientWatch
 

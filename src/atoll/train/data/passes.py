@@ -21,7 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from atoll.core.scriptline import script_line, script_number
 from atoll.core.stands import LOOP, UNKNOWN, Epoch
-from atoll.tensors.torch_compat import watch_loaders
+from atoll.tensors.torch_patches import watch_loaders
 
 _VARIABLES = ("epoch", "epoch_idx", "epoch_index")
 

@@ -122,7 +122,8 @@ class BackwardEnd:
             self._armed = False
             self.number += 1
             for reducer in self._reducers:
-                reducer.abandon()
+                reducer.sum.gradients.abandon()
+                reducer.begin()
 
     def repeat(self) -> None:
         """Forget a backward that may have raised: its batch is computed again, in backwards that do not
@@ -148,13 +149,13 @@ class BackwardEnd:
         waiting = [reducer for reducer in self._reducers if reducer.synchronous]
         self.ends += bool(waiting)
         for reducer in self._reducers:
-            if reducer.unsent:
+            if reducer.phase.unsent:
                 reducer.watch.look()
             if not reducer.synchronous:
                 reducer.watch.note_edits()
                 reducer.begin()
         if self._ring is None or len(waiting) < 2:
-            due = [reducer for reducer in waiting if reducer.unsent or len(self._reducers) == 1]
+            due = [reducer for reducer in waiting if reducer.phase.unsent or len(self._reducers) == 1]
         else:
             due = self._due(self._ring, waiting)
         for reducer in due:
@@ -189,6 +190,6 @@ class BackwardEnd:
         def where() -> Stand:
             return gradients(reducers[0].steps, waiting_line())
 
-        own = [float(each.unsent or each is also) for each in reducers]
+        own = [float(each.phase.unsent or each is also) for each in reducers]
         news = ring.sum(own, "which models have new gradients", where)
         return [each for each, count in zip(reducers, news, strict=True) if count]

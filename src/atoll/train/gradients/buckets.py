@@ -104,7 +104,7 @@ class Buckets(OwnGradients):
         return None if chunk.shows_sparse else (chunk.published.flat, present)
 
     def _hook(self, message: Bucket, chunk: BucketChunk, index: int) -> Callable[..., None]:
-        parameter, came = chunk.bound.parameters[index], self._owner.came
+        parameter, came = chunk.bound.parameters[index], self._owner.phase.came
 
         def on_gradient(*_: object) -> None:
             came()

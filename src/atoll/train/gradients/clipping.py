@@ -13,7 +13,8 @@ from atoll.memory.exchanged import Exchanged
 from atoll.memory.sharded import Sharded
 from atoll.tensors.finite import is_finite
 from atoll.tensors.sparse import values_in
-from atoll.tensors.torch_compat import seem_finite, version_of
+from atoll.tensors.torch_compat import version_of
+from atoll.tensors.torch_scaling import seem_finite
 
 _SMALL = 2**16  # elements of gradients up to which it is quicker to write them than to make a tensor
 

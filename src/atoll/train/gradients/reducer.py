@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from atoll.core.stands import UNKNOWN, Epoch
 from atoll.exchange.feedback import Feedback
 from atoll.tensors.binding import BoundChunk
-from atoll.tensors.torch_compat import backward_under_way
 from atoll.train.checkpoint.buffers import ModelBuffers
 from atoll.train.data.moredata import MoreData
+from atoll.train.gradients.phase import IterationPhase
 from atoll.train.gradients.samples import ContributionWeight
 from atoll.train.gradients.sums import MakeSum, Own
 from atoll.train.gradients.watch import GradientWatch
@@ -141,8 +141,7 @@ class Reducer:
         count_alike: True if all workers counted alike in the latest iteration.
         synchronous: False within no_sync.
         sends_early: True if messages may leave while backward goes on.
-        unsent: True if gradients have come that no reduction has seen.
-        reduced: True between a reduction and its step.
+        phase: the phase of the iteration under way.
         steps: the number of steps made, which is the number of the iteration under way.
         bytes_sent: the bytes of gradients that this worker has sent.
         consumed: the samples of all workers in the run so far, as far as this worker knows.
@@ -167,13 +166,11 @@ class Reducer:
         """Reduce the chunks' gradients; `make_sum` makes their sum over the worker's group."""
         self._chunks, self._calls = list(chunks), calls
         self.watch = watch(chunks, calls.dropped, calls.edited)
+        self.phase = IterationPhase(self.watch, calls.arm)
         self._own: ContributionWeight | None = None  # fixed when the first message leaves
         self.count_alike = False
         self.synchronous = True
         self.sends_early = True
-        self.unsent = False
-        self._came_in = -1  # the backward in which the latest gradient came
-        self.reduced = False
         self.steps = 0
         self.bytes_sent = 0
         self.consumed = 0.0
@@ -185,11 +182,6 @@ class Reducer:
         if self._calls.beside is not None:
             self._calls.beside.ready(self)
 
-    @property
-    def has_batch(self) -> bool:
-        """True if a backward has left gradients in this iteration."""
-        return self.unsent or self.reduced
-
     def close(self) -> None:
         """Let go of the model: its parameters stay where they are, but nothing is reduced any more."""
         self.sum.close()
@@ -198,23 +190,9 @@ class Reducer:
         if self._calls.beside is not None:
             self._calls.beside.close()
 
-    @property
-    def shows_mean(self) -> bool:
-        """True if every worker's `p.grad` is the mean over all, and each worker steps its own copy with the
-        mean."""
-        return self.sum.shows_mean and self.reduced and not self.unsent
-
     def reached(self, backward: int) -> None:
         """Note that backward number `backward` is about to count a batch. -1: a forward counts it, outside of
         any backward."""
-
-    def came(self, *_: object) -> None:
-        """Note that autograd has delivered a gradient."""
-        backward = backward_under_way()
-        if backward == -1 or backward != self._came_in:
-            self._came_in = backward
-            self._calls.arm()
-        self.unsent = True
 
     def begins_backward(self) -> None:
         """Note that the first gradient of a backward has come."""
@@ -223,11 +201,6 @@ class Reducer:
     def drop_kept(self) -> None:
         """Drop the last iteration's own gradients."""
         self.sum.gradients.drop_kept()
-
-    def abandon(self) -> None:
-        """Forget a backward that raised. Raises RunError if messages had left for the other workers."""
-        self.sum.gradients.abandon()
-        self.begin()
 
     def count_before(self) -> None:
         """Count the samples of earlier backwards, if that was left to the next one."""
@@ -248,14 +221,13 @@ class Reducer:
             self.sum.opens()
             # If the script's hooks have dropped all gradients, zeros take part in the mean.
             # A worker without a batch may have zeros left, from zero_grad(set_to_none=False).
-            has_gradient = self.unsent or self.watch.has_values()
+            has_gradient = self.phase.unsent or self.watch.has_values()
             self._own = self._calls.contribution(has_gradient)
             self.sum.weighs(self._own)
         return self._own
 
     def _done(self, own: ContributionWeight, samples: float) -> None:
-        self.reduced, self.unsent = True, False
-        self.watch.reduced()
+        self.phase.end_reduction()
         self.begin()
         new = self._calls.committed(own, samples)
         if self.sums_samples:
@@ -274,10 +246,11 @@ class Reducer:
 
         `follows`: the script steps or clips gradients that another of the model's optimizers has stepped.
         """
-        if self.reduced and not self.unsent and self.watch.is_left_out():
+        phase = self.phase
+        if phase.is_left_out():
             self.drop_kept()
-            self.reduced = False
-        if not follows and (self.unsent or not self.reduced):
+            phase.reduced = False
+        if not follows and (phase.unsent or not phase.reduced):
             self.watch.look_for_edits()
             self._calls.reduce(self)
         self.sum.before_step(follows)
@@ -287,13 +260,12 @@ class Reducer:
 
     def note_zeros(self, parameters: Iterable[nn.Parameter]) -> None:
         """Note a `zero_grad` of `parameters` by the script."""
-        if self.reduced and not self.unsent:  # at other times nobody asks for the zeros
+        if self.phase.awaits_step:  # at other times nobody asks for the zeros
             self.watch.note_zeros(parameters)
 
     def after_step(self) -> None:
         """Begin the next iteration: the step is made."""
-        self.reduced = False
-        self.watch.stepped()
+        self.phase.end_step()
         self.steps += 1
         self.drop_kept()
         self.sum.stepped(self.steps - 1)

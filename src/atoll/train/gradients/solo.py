@@ -32,37 +32,35 @@ class SoloReducer(Reducer):
 
         -1: a forward counts the batch, outside of any backward.
         """
-        if self.unsent and backward != self._backward and self._counts_now:
+        if self.phase.unsent and backward != self._backward and self._counts_now:
             self.reduce()
         self._backward, self._counts_now = backward, self.synchronous
-        self.unsent = True
+        self.phase.unsent = True
 
     def reduce(self) -> None:
         """Count the samples of all backwards since the last call."""
-        own = self._calls.contribution(self.unsent or self.watch.has_values())
-        self.reduced, self.unsent = True, False
+        phase = self.phase
+        own = self._calls.contribution(phase.unsent or self.watch.has_values())
+        phase.reduced, phase.unsent = True, False
         self.consumed += self._calls.committed(own, own.samples)
 
     def before_step(self, follows: bool = False) -> None:
-        if not follows and (self.unsent or not self.reduced):
+        if not follows and (self.phase.unsent or not self.phase.reduced):
             self.reduce()
 
     def after_step(self) -> None:
-        self.reduced = False
+        self.phase.reduced = False
         self.steps += 1
 
-    def abandon(self) -> None:
-        """Do nothing: a backward that raised leaves nothing to forget."""
-
     def count_before(self) -> None:
-        if self.unsent and self._counts_now:
+        if self.phase.unsent and self._counts_now:
             self.reduce()
 
     def note_zeros(self, parameters: Iterable[nn.Parameter]) -> None:
         """Do nothing: a step without a batch counts nothing, with or without gradients."""
 
     def settle(self) -> None:
-        if self.unsent and self.synchronous:
+        if self.phase.unsent and self.synchronous:
             self.reduce()
 
     def confirm(self, what: str) -> None:  # noqa: ARG002

@@ -22,6 +22,7 @@ from atoll.tensors.finite import is_finite
 from atoll.tensors.gradienthooks import after_gradient
 from atoll.tensors.sparse import check_summable
 from atoll.tensors.torch_compat import will_run
+from atoll.train.gradients.phase import IterationPhase
 from atoll.train.gradients.samples import ContributionWeight
 
 
@@ -29,14 +30,12 @@ class SummedReducer(Protocol):
     """The reducer whose gradients are summed: its iteration, and its figures (see the attributes of
     `Reducer`)."""
 
+    phase: IterationPhase
     steps: int
     synchronous: bool
     sends_early: bool
     count_alike: bool
     bytes_sent: int
-
-    def came(self, *_: object) -> None:
-        """Note that autograd has delivered a gradient."""
 
     def contribute(self) -> ContributionWeight:
         """Return this iteration's contribution, which the first call fixes."""
@@ -236,7 +235,7 @@ class AtEnd(GroupSum):
 
     def __init__(self, owner: SummedReducer, chunks: Sequence[BoundChunk]) -> None:
         super().__init__(owner, chunks)
-        self._hooks = [after_gradient(node, owner.came) for node in self._accumulators]
+        self._hooks = [after_gradient(node, owner.phase.came) for node in self._accumulators]
 
     def close(self) -> None:
         for hook in self._hooks:

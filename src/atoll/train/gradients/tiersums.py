@@ -51,7 +51,7 @@ class TierCarrier(OwnGradients):
         self.chunks: dict[int, BucketChunk] = {}
         self.are_apart = False
         self.present: dict[int, list[bool]] = {}
-        self._hooks = [after_gradient(node, owner.came) for node in nodes]
+        self._hooks = [after_gradient(node, owner.phase.came) for node in nodes]
 
     def close(self) -> None:
         for hook in self._hooks:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from atoll.core.errors import UserError
 from atoll.memory.proxies import GradientProxy, edits_of
 from atoll.tensors.binding import BoundChunk
-from atoll.tensors.torch_compat import forget_clipping
+from atoll.tensors.torch_patches import forget_clipping
 
 _READABLE = frozenset({"cpu"})  # types of device whose memory may be read without a wait
 

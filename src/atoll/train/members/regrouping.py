@@ -147,7 +147,7 @@ class Regrouping:
         if self.known() <= self.grouping:
             return False
         exchange = self._parts.models.exchange
-        return exchange.at_shards and not exchange.reduced
+        return exchange.at_shards and not exchange.phase.reduced
 
     def answer(self) -> None:
         """Move this worker, a group of one, to the hub's latest grouping."""

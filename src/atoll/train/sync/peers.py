@@ -26,10 +26,10 @@ from atoll.exchange.globalstate import pack_optimizer, unpack_optimizer
 from atoll.exchange.hostmemory import BUFFERS, HostMemory, make_file, map_bytes, plan_memory, slots_for
 from atoll.exchange.sentgroups import sent_groups
 from atoll.tensors.binding import BoundChunk
-from atoll.tensors.optimizer import RemoteOptimizer
+from atoll.tensors.remoteoptimizer import RemoteOptimizer
 from atoll.tensors.settings import Settings, settings_of
 from atoll.tensors.shardoptimizer import full_name, own_path
-from atoll.tensors.torch_compat import was_unscaled
+from atoll.tensors.torch_scaling import was_unscaled
 from atoll.train.checkpoint.resume import TrainingState
 from atoll.train.data.peerssampler import PeerBatches, PeerSampler
 from atoll.train.gradients.reducer import Reducer

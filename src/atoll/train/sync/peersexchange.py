@@ -27,7 +27,7 @@ from atoll.core.stands import Stand, StandError, decode_stand, encode_stand, gra
 from atoll.exchange.coding import Coding
 from atoll.exchange.hostmemory import HostMemory
 from atoll.tensors.binding import BoundChunk
-from atoll.tensors.torch_compat import clipped_at
+from atoll.tensors.torch_patches import clipped_at
 from atoll.train.gradients.reducer import Calls, Clipping, Reducer
 from atoll.train.gradients.samples import ContributionWeight
 from atoll.train.gradients.sums import MakeSum, OwnAtEnd
@@ -328,7 +328,7 @@ class PeerExchange(Reducer):
             return
         self._clip = None
         self._mean.leave()
-        self._stale = self._stale or self.reduced  # an earlier backward's gradients are in the sum
+        self._stale = self._stale or self.phase.reduced  # an earlier backward's gradients are in the sum
         self._worker.send(Resumed(incarnation=returned.incarnation))
         self.begin_at(returned.iteration)
         self._returned(returned.script)
@@ -343,7 +343,7 @@ class PeerExchange(Reducer):
 
         So the loop over the data learns in time that it goes on.
         """
-        if not self.reduced:
+        if not self.phase.reduced:
             self.before_use()
 
     def reduce(self) -> None:

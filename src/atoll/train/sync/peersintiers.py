@@ -32,8 +32,9 @@ from atoll.memory.planning import settings_of
 from atoll.memory.stepping import state_dtypes
 from atoll.peers.settings import NodeSettings
 from atoll.tensors.binding import BoundChunk, carve, specs_of
-from atoll.tensors.optimizer import RemoteOptimizer, StepHooks
+from atoll.tensors.optimizer import StepHooks
 from atoll.tensors.packing import PACKED
+from atoll.tensors.remoteoptimizer import RemoteOptimizer
 from atoll.tensors.stepunit import state_bytes, unit_of
 from atoll.train.gradients.agreement import Ballot
 from atoll.train.gradients.alike import Treatments

@@ -28,7 +28,7 @@ from atoll.core.weighing import KNOWN, are_certain, beyond, weight_of
 from atoll.memory.untilread import UntilRead
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.finite import is_finite
-from atoll.tensors.torch_compat import scale_of_backward
+from atoll.tensors.torch_scaling import scale_of_backward
 from atoll.train.gradients.samples import ContributionWeight
 from atoll.train.members.meetings import bytes_of
 from atoll.train.members.workers import Workers

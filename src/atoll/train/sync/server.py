@@ -262,7 +262,7 @@ class Server(Reducer):
 
         A contribution that is not stepped yet keeps its iteration.
         """
-        if not self.reduced:
+        if not self.phase.reduced:
             self.steps = max(self.steps, clock)
 
     def gather_members(self) -> None:
@@ -493,7 +493,7 @@ class MeanExchange(Server):
 
     def drop_kept(self) -> None:
         super().drop_kept()
-        if self.reduced and self._committed == self.steps:
+        if self.phase.reduced and self._committed == self.steps:
             self._leave_out()
 
     @torch.no_grad()
@@ -504,7 +504,7 @@ class MeanExchange(Server):
         The parameters stay unchanged: within backward, nothing may be written to them.
         """
         has_mean = self._store.has_mean()
-        self.reduced = False
+        self.phase.reduced = False
         with self.parameters.dropping():
             self._make_step(accepted=False, hyperparameters=[], edited=[], turn=ALL, counted=has_mean)
             self.parameters.discard() if self.group is None else self.parameters.discarded()
@@ -771,7 +771,7 @@ class GroupValuesExchange(Server):
         they have once a changed model is to take this one's place.
         """
         ring = self._together.ring
-        while ring.world > 1 and self.at_shards and not self.reduced:
+        while ring.world > 1 and self.at_shards and not self.phase.reduced:
             ring.scripts.check_ended()
             if not self._help():
                 return

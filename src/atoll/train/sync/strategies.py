@@ -27,9 +27,10 @@ from atoll.net.returning import Payload
 from atoll.store.balance import balance
 from atoll.tensors.bf16 import Float32Optimizer, Float32Steps
 from atoll.tensors.binding import BoundChunk, carve
-from atoll.tensors.optimizer import ChunkOptimizer, ParameterOptimizer, RemoteOptimizer, StepHooks
+from atoll.tensors.optimizer import ChunkOptimizer, ParameterOptimizer, StepHooks
 from atoll.tensors.packing import PACKED, moved, pack, unpack
 from atoll.tensors.payload import tensor_of
+from atoll.tensors.remoteoptimizer import RemoteOptimizer
 from atoll.tensors.settings import Settings, settings_of, settings_of_all
 from atoll.tensors.shardoptimizer import full_name
 from atoll.tensors.steppers import Steppers
