@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import os
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -28,6 +28,7 @@ from atoll.train.api.prepared import Prepared
 from atoll.train.api.schedule import SampleSchedule
 from atoll.train.api.schedulers import check_states, put_back_states, states_of
 from atoll.train.api.scriptmodel import ScriptModel
+from atoll.train.checkpoint import reducerstates
 from atoll.train.checkpoint.random_state import (
     check_random_state,
     derive_random_state,
@@ -194,7 +195,12 @@ class TrainingState:
         state = {**own, **self._collect(workers, path)}
         if workers.is_first and not failure:
             trees = {"optimizer": [each.state_dict() for each in self.optimizers], "state": state}
-            if any(held := [prepared.held_by_groups for prepared in self.prepared for _ in prepared.models]):
+            held = [
+                {} if prepared.shared is None else prepared.shared.held_by_groups()
+                for prepared in self.prepared
+                for _ in prepared.models
+            ]
+            if any(held):
                 trees["groups"] = held
             try:
                 write_checkpoint(path, model=self._models(), trees=trees)
@@ -231,8 +237,7 @@ class TrainingState:
         _check_alike(workers.ranks, everyone)
         self._put_back(model, trees)
         state = trees["state"]
-        for prepared, saved in self._of_prepared(state["reducers"]):
-            prepared.load_reducer(saved)
+        reducerstates.load(self.prepared, state["reducers"])
         for sampler, its in zip(self.samplers, state["samplers"], strict=True):
             sampler.load_state_dict(its)
         self._load_random(workers.place.rank, state["random"])
@@ -310,7 +315,11 @@ class TrainingState:
         """
         models = self.models
         held = trees.get("groups", [{}] * len(models))
-        groups = [prepared.groups for prepared in self.prepared for _ in prepared.models]
+        groups = [
+            {} if prepared.shared is None else prepared.shared.groups
+            for prepared in self.prepared
+            for _ in prepared.models
+        ]
         first = 0  # the index of the model's first optimizer
         for index, (one, own_groups, its) in enumerate(zip(models, groups, held, strict=True)):
             check_held(its, own_groups, where)
@@ -328,7 +337,7 @@ class TrainingState:
         state = trees["state"]
         with ExitStack() as loads:
             for prepared in self.prepared:  # a registered object may load an optimizer too
-                loads.enter_context(prepared.loading())
+                loads.enter_context(prepared.stepper.loading())
             optimizers, schedulers = iter(trees["optimizer"]), iter(state["schedulers"])
             for index, (prepared, each) in enumerate(self._each()):
                 if prepared.steps_elsewhere and "held" in state:
@@ -417,11 +426,7 @@ class TrainingState:
         state = {
             **self._own_state(),
             "held": "all",
-            "reducers": [
-                each
-                for prepared in self.prepared
-                for each in prepared.of_each(prepared.reducer.member_state())
-            ],
+            "reducers": reducerstates.member_states(self.prepared),
             "samplers": [
                 sampler.lockstep_state()
                 if fixed and isinstance(sampler, DealtSampler)
@@ -505,15 +510,12 @@ class TrainingState:
                     sampler.check_deal_state(saved)
             if type(state["iteration"]) is not int or state["iteration"] < 0:
                 raise CheckpointError(f"{where}: its iteration is {state['iteration']!r}")
-            for prepared, its in self._of_prepared(state["reducers"]):
-                for saved in its:
-                    prepared.reducer.check_member_state(saved)
+            reducerstates.check_members(self.prepared, state["reducers"])
             check_random_state(state["random"])
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise CheckpointError(f"{where}: not what this Atoll sends: {error!r}") from None
         self._put_back(model, trees)
-        for prepared, its in self._of_prepared(state["reducers"]):
-            prepared.load_member(its)
+        reducerstates.load_members(self.prepared, state["reducers"])
         for sampler, saved in zip(self.samplers, state["samplers"], strict=True):
             if fixed and not isinstance(sampler, LeasedSampler):
                 sampler.return_to(saved)
@@ -552,9 +554,7 @@ class TrainingState:
         places = [each for _, each in everyone]
         by_sampler = zip(*places, strict=True)
         return {
-            "reducers": [
-                each for prepared in self.prepared for each in prepared.of_each(prepared.reducer.state_dict())
-            ],
+            "reducers": reducerstates.saved_states(self.prepared),
             "samplers": [s.state_dict(list(p)) for s, p in zip(self.samplers, by_sampler, strict=True)],
             "random": workers.gather(random_state(self._device), "session.save (the workers' random state)"),
         }
@@ -562,12 +562,6 @@ class TrainingState:
     def _each(self) -> list[tuple[Prepared, ScriptModel]]:
         """Return each of the script's models after the prepared one of which it is a part."""
         return [(prepared, model) for prepared in self.prepared for model in prepared.models]
-
-    def _of_prepared(self, saved: Sequence[Any]) -> Iterator[tuple[Prepared, list[Any]]]:
-        """Yield each prepared model with its part of what was saved for each of the script's models."""
-        rest = iter(saved)
-        for prepared in self.prepared:
-            yield prepared, list(itertools.islice(rest, len(prepared.models)))
 
     def _own_state(self) -> dict[str, Any]:
         """Return the entries of a checkpoint that are equal on every worker."""
