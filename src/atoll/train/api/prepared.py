@@ -239,10 +239,9 @@ class Prepared:
             for each, unit in zip(optimizers, units, strict=True)
         ]
         self._model_of = [each for each in self.models for _ in each.optimizers]  # by set
-        first = 0
+        rest = iter(self.sets)
         for each in self.models:
-            each.sets = self.sets[first : first + len(each.optimizers)]
-            first += len(each.optimizers)
+            each.sets = [next(rest) for _ in each.optimizers]
         self.reducer: Reducer
         self.reducer, self.stepper = strategy.build(
             Training(
@@ -405,10 +404,7 @@ class Prepared:
         parameters.
         """
         check_max_norm(max_norm, norm_type)
-        if any(map(self._follows, of.sets)):
-            self.reducer.before_step(follows=True)
-        else:
-            self.reducer.before_step()
+        self.reducer.before_step(follows=any(map(self._follows, of.sets)))
         if len(self.models) > 1:  # the shards are sent what this changes, as the script's own clipping
             return of.clip(max_norm, norm_type, error_if_nonfinite)
         norm = self.reducer.clip(
@@ -498,9 +494,7 @@ class Prepared:
         of.follows = self._follows(of)
         if of.follows:
             self.reducer.passes.discard(self.sets.index(of))
-            self.reducer.before_step(follows=True)
-        else:
-            self.reducer.before_step()
+        self.reducer.before_step(follows=of.follows)
         self.reducer.begins_step()
         self.reducer.sum.gradients.drop_graphs()
         if len(self.sets) > 1:
