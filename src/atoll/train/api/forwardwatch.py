@@ -20,8 +20,9 @@ from atoll.train.sync.strategies import Stepper
 class ForwardWatch:
     """The watch on one of the script's models.
 
-    A forward finds the parameters with which the model was prepared, where they train. A backward that leaves
-    gradients has the batch's samples counted, and ends with their reduction.
+    Before a forward it checks that the model has its parameters, and that they lie where they train. When a
+    backward that leaves gradients reaches the forward's output, it counts the batch's samples, and asks for
+    the reduction at that backward's end.
 
     Args:
         model: the script's model.
