@@ -6,8 +6,9 @@ import pytest
 from torch import nn
 from torch.optim import SGD
 
+from atoll.train.api.jointmodels import LoopOverModels, one_module
 from atoll.train.api.origin import Origin
-from atoll.train.api.scriptmodel import Given, LoopOverModels, one_module
+from atoll.train.api.scriptmodel import Given
 from atoll.train.data.batches import OtherBatches
 from atoll.train.data.passes import Passes
 

@@ -58,9 +58,11 @@ class Collectives:
             prepared.reducer.confirm(what)
 
     def unify(self, what: str, *, registered: bool = False) -> None:
-        """Make equal the state of which each worker has a copy; `registered` as in `TrainingState.unify`."""
-        self._state.sync(what)
-        self._state.unify(self._workers, what, registered=registered)
+        """Let each worker see the values that all have written into models which they share, and make equal
+        the state of which each has a copy; `registered` as in `WorkerCopies.unify`."""
+        for tiers in self._state.tiers:
+            tiers.sync(what)
+        self._state.copies.unify(self._workers, what, registered=registered)
         self._follow()
 
     def barrier(self) -> None:

@@ -67,7 +67,7 @@ class Leaving:
         """
         self._runtime.drain(where)
         self._masks.look_at_end()
-        self._state.unify(self._workers, where)
+        self._state.copies.unify(self._workers, where)
         self._give_back()
         self._workers.barrier(where)
         self._collectives.confirm(where)

@@ -3,18 +3,16 @@ chunk."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from atoll.core.config import Config
-from atoll.core.errors import BindingError, NonFiniteGradientError, PrepareError, UserError
+from atoll.core.errors import NonFiniteGradientError, PrepareError, UserError
 from atoll.core.scriptline import at_script_line, script_line
-from atoll.core.weighing import KNOWN, worst
 from atoll.exchange.sentgroups import sent_groups
 from atoll.memory.agreeing import BatchEpochs
 from atoll.memory.over import refuse_apart
@@ -26,7 +24,7 @@ from atoll.tensors.lazy import read_whole
 from atoll.tensors.optimizer import CHANGE_BEFORE, PREPARE_AGAIN
 from atoll.tensors.shardoptimizer import own_path
 from atoll.tensors.stepunit import Unit
-from atoll.tensors.torch_compat import backward_under_way, is_within_functional_call, own_parameters
+from atoll.tensors.torch_compat import own_parameters
 from atoll.tensors.torch_patches import clipped_at, watch_clipping, watch_zeroing
 from atoll.tensors.torch_scaling import (
     before_unscaling,
@@ -36,20 +34,21 @@ from atoll.tensors.torch_scaling import (
     scale_of,
 )
 from atoll.train.api.agreement import check_same, describe
-from atoll.train.api.growth import Growth
-from atoll.train.api.scriptmodel import Given, LoopOverModels, ScriptModel, one_module
+from atoll.train.api.forwardwatch import ForwardWatch
+from atoll.train.api.jointmodels import JointContribution, one_module
+from atoll.train.api.parametercheck import ParameterCheck
+from atoll.train.api.scriptmodel import Given, ScriptModel
 from atoll.train.api.stepset import StepSet
 from atoll.train.checkpoint.buffers import ModelBuffers
 from atoll.train.data.moredata import MoreData
 from atoll.train.gradients.backward import BackwardEnd
 from atoll.train.gradients.clipping import GradientNorm
-from atoll.train.gradients.forwards import BesideCompiled, ForwardHooks
 from atoll.train.gradients.latesteps import LateSteps
 from atoll.train.gradients.meanloss import MeanLoss
 from atoll.train.gradients.memory import Tiers
 from atoll.train.gradients.othersteps import OtherSteps
 from atoll.train.gradients.reducer import Calls, Clipping, Reducer, continue_from
-from atoll.train.gradients.samples import ContributionWeight, SeenSamples
+from atoll.train.gradients.samples import ContributionWeight
 from atoll.train.gradients.syncnorm import SyncNorms
 from atoll.train.gradients.watch import GradientWatch, SharedGradientWatch
 from atoll.train.gradients.whole import Whole
@@ -65,7 +64,6 @@ _GRAPHS = (
     "gradients carry a graph (backward with create_graph=True): under budgets of memory such gradients and "
     "their graph stay on the device, outside the budgets, until optimizer.step() or zero_grad()"
 )
-_BEFORE = "make the change before session.prepare"
 _EDITED = (
     "all gradients were changed between a backward under no_sync and {}, {}; they are this worker's own, and "
     "the mean of clipped gradients is not the clipped mean: to clip, call session.clip_grad_norm_ after the "
@@ -152,10 +150,9 @@ class Prepared:
         if not workers.alone:
             self._unwatch_zeroing = watch_zeroing(self._note_zeros)
         self._others = not workers.alone
-        self.models, self._more = [ScriptModel(each, more) for each in given], more
-        self._loop = LoopOverModels()
+        self.models = [ScriptModel(each, more, backward) for each in given]
+        self._joint = JointContribution(self.models, more) if len(self.models) > 1 else None
         self.mean_loss = MeanLoss(workers)
-        self._came_in = -1  # the latest backward that left gradients
         self._closed = self._ready = False
         self._sync_norms: list[SyncNorms] = []
         self._stepped: set[int] = set()  # the optimizers that have stepped since all had
@@ -207,10 +204,12 @@ class Prepared:
         self.tiers: Tiers | None = tiers
         self._strategy = strategy
         self.chunk_map, self.chunks = lies.bind(specs, self.parameters, config.chunk_bytes)
-        self._homes = list(_homes(self.module, self.parameters))
-        self._growth = Growth(self.module)
-        self._way_out = PREPARE_AGAIN if may_change else _BEFORE
-        self._frozen = [name for name, parameter in self.parameters.items() if not parameter.requires_grad]
+        self._check = ParameterCheck(
+            self.module,
+            self.parameters,
+            PREPARE_AGAIN if may_change else "make the change before session.prepare",
+            alone=workers.alone,
+        )
         trained = [chunk for chunk in self.chunks if chunk.parameters[0].requires_grad]
         brought = {chunk.chunk.id for chunk in trained} if strategy.brings_parameters else set()
         others = [chunk for chunk in self.chunks if chunk.chunk.id not in brought]
@@ -238,11 +237,9 @@ class Prepared:
             for each, unit in zip(optimizers, units, strict=True)
         ]
         self._model_of = [each for each in self.models for _ in each.optimizers]  # by set
-        first = 0
+        rest = iter(self.sets)
         for each in self.models:
-            each.sets = self.sets[first : first + len(each.optimizers)]
-            first += len(each.optimizers)
-        alone = self.models[0].samples.contribution if len(self.models) == 1 else None
+            each.sets = [next(rest) for _ in each.optimizers]
         self.reducer: Reducer
         self.reducer, self.stepper = strategy.build(
             Training(
@@ -252,9 +249,9 @@ class Prepared:
                 chunks=trained,
                 frozen=[chunk for chunk in self.chunks if not chunk.parameters[0].requires_grad],
                 calls=Calls(
-                    arm=self._gradient_came,
-                    contribution=alone or self._contribution,
-                    whole=_as_it_is if alone is not None else self._whole,
+                    arm=self.models[0].gradient_came if self._joint is None else backward.arm,
+                    contribution=(self._joint or self.models[0].samples).contribution,
+                    whole=_as_it_is if self._joint is None else self._joint.whole,
                     committed=self._committed,
                     leaving=backward.settle,
                     reduce=backward.reduce_before_step,
@@ -295,10 +292,12 @@ class Prepared:
         for of in self.sets:
             before_unscaling(of.optimizer, of.before_unscaling, of.has_batch)
         self._norms = lies.norms(self.norm)
-        self._lazy_hooks: list[Any] = []
-        self._hooks: list[ForwardHooks] = []
-        for each in self.models:
-            self._take_hooks_on(each)
+        self._forwards = [
+            ForwardWatch(
+                each, trained, self._check, self.reducer, self.stepper, backward, among=len(given) > 1
+            )
+            for each in self.models
+        ]
         self._other_steps = None
         if not workers.alone:
             self._other_steps = OtherSteps(
@@ -308,40 +307,10 @@ class Prepared:
                 warn_once=tells.warn_once,
             )
 
-    def _take_hooks_on(self, of: ScriptModel) -> None:
-        """Follow the forwards of one of the models, and the backwards that reach them."""
-        accumulates, chunks = self.reducer.sum.accumulates, None
-        if len(self.models) > 1:
-            accumulates, own = of.accumulates, set(of.parameters.values())
-            chunks = {bound.chunk.id for bound in self._trained_chunks if bound.parameters[0] in own}
-            of.watch({p for bound in self._trained_chunks for p in bound.parameters}, self._number)
-        model, module = of.given.model, of.module
-        touched = BesideCompiled(partial(self.reducer.before_use, chunks))
-        if self.reducer.acts_before_forward:
-            self._lazy_hooks.append(model.register_forward_pre_hook(touched))
-        if self.reducer.acts_before_state_dict:
-            self._lazy_hooks.append(module.register_state_dict_pre_hook(touched))  # type: ignore[no-untyped-call]
-        hooks = ForwardHooks(
-            model,
-            before=partial(self._before_forward, of),
-            accumulates=accumulates,
-            reached=partial(self._backward_reaches, of),
-        )
-        self._hooks.append(hooks)
-
-    def _number(self) -> int:
-        """Return the number of the backward under way."""
-        return self._backward.number
-
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers that step the model, in the script's order."""
         return [each.optimizer for each in self.sets]
-
-    @property
-    def has_stepped(self) -> bool:
-        """True if the model was trained, here or before its checkpoint was saved."""
-        return self.reducer.steps > 0
 
     @property
     def trained_bytes(self) -> int:
@@ -360,22 +329,14 @@ class Prepared:
         """True if the trained parameters and the optimizer's state live elsewhere, as at shards."""
         return self._strategy.brings_parameters
 
-    def loading(self) -> AbstractContextManager[None]:
-        """Return a context in which the session puts state back.
-
-        Inside it the optimizer's `load_state_dict` may be called, even if steps are made elsewhere.
-        `Strategy.loaded` or newer state must follow.
-        """
-        return self.stepper.loading()
-
     def give_back(self) -> None:
         """Bring the optimizer's state that other processes hold to this worker, if it has room for it.
 
         If the workers share the model, its values come too. After the session, model and optimizer go on as
         plain ones. In a ring all workers make this call.
         """
-        if self._shared is not None:
-            self._shared.give_back()
+        if self.shared is not None:
+            self.shared.give_back()
         else:
             self.stepper.give_back(self.tiers.lacks_room if self.tiers is not None else lambda _: "")
 
@@ -414,60 +375,24 @@ class Prepared:
 
     def _take_hooks_off(self) -> None:
         self._closed = True
-        for hooks in self._hooks:
-            hooks.close()
+        for watch in self._forwards:
+            watch.close()
         for each in self.models:
             each.close()
-        self._growth.close()
+        self._check.close()
         if self._other_steps is not None:
             self._other_steps.close()
         for norms in self._sync_norms:
             norms.close()
-        for handle in self._lazy_hooks:
-            handle.remove()
         self._unwatch_zeroing()
         self._late_steps.close()
         self.reducer.close()
         self.stepper.close()
 
     @property
-    def _shared(self) -> Sharded | None:
+    def shared(self) -> Sharded | None:
         """The model, if several members share it; else None."""
         return None if self.tiers is None else self.tiers.shared
-
-    # The reducer's state, as each of the script's models has it in a checkpoint
-
-    def of_each(self, state: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the reducer's `state` for each of the models, with that model's own number of steps."""
-        if len(self.models) == 1:
-            return [state]
-        return [{**state, "steps": each.steps_made} for each in self.models]
-
-    def load_reducer(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Load the reducer's state from those of the models. Together they make one step after another."""
-        if len(states) == 1:
-            self.reducer.load_state_dict(states[0])
-            return
-        for each, state in zip(self.models, states, strict=True):
-            each.steps_made = state["steps"]
-        self.reducer.load_state_dict({**states[0], "steps": sum(each.steps_made for each in self.models)})
-
-    def load_member(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take another worker's state of the reducer, from those of the models."""
-        self.reducer.load_member_state(states[0])
-        for each, state in zip(self.models, states, strict=True):
-            each.steps_made = state["steps"]
-
-    @property
-    def groups(self) -> dict[str, list[list[int]]]:
-        """The groups of workers that have a parameter for themselves, by the parameter's name
-        (`atoll.memory.over`)."""
-        return {} if self._shared is None else self._shared.groups
-
-    @property
-    def held_by_groups(self) -> dict[str, Any]:
-        """The values and state of parameters that the other groups have for themselves, for a checkpoint."""
-        return {} if self._shared is None else self._shared.held_by_groups()
 
     def clip(self, of: ScriptModel, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Clip the gradients of one of the models by their global norm; return the norm before.
@@ -477,10 +402,7 @@ class Prepared:
         parameters.
         """
         check_max_norm(max_norm, norm_type)
-        if any(map(self._follows, of.sets)):
-            self.reducer.before_step(follows=True)
-        else:
-            self.reducer.before_step()
+        self.reducer.before_step(follows=any(map(self._follows, of.sets)))
         if len(self.models) > 1:  # the shards are sent what this changes, as the script's own clipping
             return of.clip(max_norm, norm_type, error_if_nonfinite)
         norm = self.reducer.clip(
@@ -502,78 +424,6 @@ class Prepared:
             how = at_script_line("by torch.nn.utils.clip_grad_norm_", line)
             how = how if line else "as torch.nn.utils.clip_grad_norm_ does"
             self._tells.warn_once("edits under no_sync", _EDITED.format(until, how))
-
-    def _before_forward(self, of: ScriptModel) -> None:
-        self.stepper.restore()
-        for bound in self._trained_chunks:
-            if bound.has_moved:  # before a step it may be elsewhere: averaged weights, say, for an evaluation
-                bound.check_kinds()
-        self._check_homes()
-        self._backward.before_forward()
-        of.given.batches.forward()
-
-    def _check_homes(self) -> None:
-        """Raise BindingError if a parameter of the module was replaced.
-
-        torch.func.functional_call replaces parameters for its duration, and is allowed.
-        """
-        for held, attribute, parameter, name in self._homes:
-            if held.get(attribute) is not parameter and not is_within_functional_call():
-                raise BindingError(
-                    f"parameter {name!r} was replaced by another Parameter after session.prepare; copy "
-                    "new values into it instead (with torch.no_grad(): parameter.copy_(...)), or "
-                    f"{self._way_out}"
-                )
-
-    def _backward_reaches(self, of: ScriptModel, seen: SeenSamples | None) -> None:
-        of.reached_in = self._backward.number
-        backward = backward_under_way()
-        self.reducer.reached(backward)
-        if seen is not None:
-            batch = of.given.batches.count(seen)
-            if batch.samples is not None:
-                of.samples.count(batch.samples, batch.basis, batch.new)
-        if backward != -1 and self.reducer.acts_after_backward:
-            self._backward.arm()
-
-    def _gradient_came(self) -> None:
-        """Note that autograd has delivered a gradient, and arm the reduction."""
-        if self._came_in != self._backward.number:
-            self._came_in = self._backward.number
-            if len(self.models) == 1 and self.models[0].reached_in != self._came_in:
-                self.models[0].samples.missed()
-        self._backward.arm()
-
-    def _contribution(self, has_gradient: bool) -> ContributionWeight:
-        """Return a contribution of several models, by the largest weight that a backward has shown so far;
-        see `_whole`."""
-        if self._more.repeats or not has_gradient:
-            return ContributionWeight(0.0, 0.0)
-        fresh = [each.samples.known or 0.0 for each in self.models if not each.samples.is_used]
-        weight = max(fresh, default=0.0)
-        if not weight:  # that of gradients that came before, or still come; 0 only if that was given for all
-            coming = [each for each in self.models if each.has_new or each.accumulates()]
-            known = [each.samples.known for each in coming] or [
-                each.samples.known for each in self.models if each.samples.known is not None
-            ]
-            weight = max((1.0 if each is None else each for each in known), default=1.0)
-        return ContributionWeight(weight, 0.0)
-
-    def _whole(self, own: ContributionWeight) -> ContributionWeight:
-        """Return a contribution with the weight of each model, once all gradients have come."""
-        found = [each.contribution(own.weight) if own.weight else (0.0, 0.0, KNOWN) for each in self.models]
-        bases = [basis for each, (_, _, basis) in zip(self.models, found, strict=True) if each.has_new]
-        return ContributionWeight(
-            own.weight,
-            sum(samples for _, samples, _ in found),
-            worst(bases),
-            by_optimizer=tuple(
-                (weight, samples)
-                for each, (weight, samples, _) in zip(self.models, found, strict=True)
-                for _ in each.sets
-            ),
-            ends=self._loop.reduced(frozenset(n for n, each in enumerate(self.models) if each.has_new)),
-        )
 
     def _committed(self, own: ContributionWeight, group_samples: float) -> float:
         self.mean_loss.reduced(own, alike=self.reducer.count_alike)
@@ -627,7 +477,7 @@ class Prepared:
 
     def before_step(self, of: StepSet) -> None:
         """Check the model, and have its gradients reduced, before an optimizer steps."""
-        self._check_homes()
+        self._check.before_step()
         if self._backward.in_piece:
             raise UserError(
                 f"{type(of.optimizer).__name__}.step() was called inside a piece of session.pieces, when "
@@ -635,18 +485,6 @@ class Prepared:
             )
         if self._others:
             self._late_steps.check_is_after_backward(f"{type(of.optimizer).__name__}.step()")
-        new = self._growth.find(self.parameters)
-        if new and self._others:
-            raise PrepareError(
-                f"parameter {new!r} came into the model after session.prepare, and no worker would sum its "
-                f"gradients; {self._way_out}"
-            )
-        for name in self._frozen:
-            if self.parameters[name].requires_grad:
-                raise PrepareError(
-                    f"parameter {name!r} was frozen when session.prepare saw it and is trainable now; "
-                    f"leave it trainable until then and freeze it afterwards, or {self._way_out}"
-                )
         for bound in self._trained_chunks:
             bound.check()
         if not self.reducer.sums_samples:
@@ -654,9 +492,7 @@ class Prepared:
         of.follows = self._follows(of)
         if of.follows:
             self.reducer.passes.discard(self.sets.index(of))
-            self.reducer.before_step(follows=True)
-        else:
-            self.reducer.before_step()
+        self.reducer.before_step(follows=of.follows)
         self.reducer.begins_step()
         self.reducer.sum.gradients.drop_graphs()
         if len(self.sets) > 1:
@@ -688,8 +524,8 @@ class Prepared:
     def _blame(self, of: StepSet) -> str:
         if of.follows:  # the workers' own gradients are gone
             return _blamed([])
-        if self._shared is not None:  # only a part's owner has its sum
-            found = self._workers.gather(self._shared.nonfinite(), "the sums that are not finite")
+        if self.shared is not None:  # only a part's owner has its sum
+            found = self._workers.gather(self.shared.nonfinite(), "the sums that are not finite")
             first = next((name for name in self.parameters if name in found), "")
             return _blamed([f"{first!r}, summed over the workers,"] if first else [])
         everyone = self._strategy.collective and not self._workers.alone
@@ -723,8 +559,8 @@ class Prepared:
             model.unstepped = False
             model.steps_made += 1
             model.samples.reset()
-        if number == 0 and len(self.models) > 1:
-            self._loop.stepped()
+        if number == 0 and self._joint is not None:
+            self._joint.loop.stepped()
         of.own_samples, of.follows = 0.0, False
 
 
@@ -796,19 +632,6 @@ def _nothing() -> None: ...
 
 def _as_it_is(own: ContributionWeight) -> ContributionWeight:
     return own
-
-
-_Home: TypeAlias = tuple[Mapping[str, nn.Parameter | None], str, nn.Parameter, str]
-
-
-def _homes(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterator[_Home]:
-    """Yield the home of each parameter: the mapping that holds it, its key there, the parameter, and its full
-    name."""
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    for part in module.modules():
-        for attribute, parameter in own_parameters(part).items():
-            if parameter is not None:
-                yield own_parameters(part), attribute, parameter, names[id(parameter)]
 
 
 def _to_device(module: nn.Module, parameters: Mapping[str, nn.Parameter], device: torch.device) -> None:

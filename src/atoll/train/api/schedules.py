@@ -73,12 +73,18 @@ class Schedules:
         model.samples.unknown = schedule.per_step / max(1, self._state.world)
         self._records.decided("schedule", schedule.describe(), "session.schedule: by all workers' samples")
 
+    def follow_samples(self, optimizer: Optimizer, consumed: float) -> None:
+        """Make the steps of this optimizer's schedules that are due by the samples consumed."""
+        for schedule in self._state.schedules:
+            if schedule.optimizer is optimizer:
+                schedule.follow(consumed)
+
     def stepped(self, prepared: Prepared, model: ScriptModel, of: StepSet) -> None:
         """Make the steps due after this step of one of a model's optimizers, and warn of schedulers off
         course."""
         optimizer, consumed = of.optimizer, prepared.reducer.consumed
         if self._state.schedules:
-            self._state.follow_samples(optimizer, consumed)
+            self.follow_samples(optimizer, consumed)
         watch = self._watches[id(optimizer)]
         if watch.has_schedulers():
             of_all = consumed if len(prepared.models) == 1 else 0.0  # else samples of other models are in it
@@ -108,4 +114,4 @@ class Schedules:
         for prepared in self._state.prepared:
             if not (prepared.reducer.sums_samples and prepared.reducer.phase.reduced):
                 for optimizer in prepared.optimizers:
-                    self._state.follow_samples(optimizer, prepared.reducer.consumed)
+                    self.follow_samples(optimizer, prepared.reducer.consumed)

@@ -7,8 +7,7 @@ here.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,11 +22,10 @@ from atoll.tensors.torch_compat import uncompiled
 from atoll.train.api.origin import Origin
 from atoll.train.api.stepset import StepSet
 from atoll.train.data.moredata import MoreData
+from atoll.train.gradients.backward import BackwardEnd
 from atoll.train.gradients.reducer import Shares
 from atoll.train.gradients.samples import CountedBatch, SampleCount, SeenSamples
 from atoll.train.gradients.sums import gradient_nodes, will_accumulate
-
-_REMEMBERED = 32  # passes of a loop over several models, of which the longest counts
 
 
 class Batches(Protocol):
@@ -92,12 +90,12 @@ class ScriptModel:
         sets: its optimizers.
         steps_made: the number of its steps, if it trains together with others.
         unstepped: True between a reduction and this model's next step.
-        has_new: True if gradients of it have come that no reduction has seen, if it trains with others.
+        has_new: True if gradients of it have come that no reduction has seen.
         reached_in: the latest backward that reached one of its forwards.
     """
 
-    def __init__(self, given: Given, more: MoreData) -> None:
-        self.given, self.module = given, given.module
+    def __init__(self, given: Given, more: MoreData, backward: BackwardEnd) -> None:
+        self.given, self.module, self._backward = given, given.module, backward
         self.parameters = dict(self.module.named_parameters())
         self.samples = SampleCount(more)
         self.sets: list[StepSet] = []
@@ -137,21 +135,21 @@ class ScriptModel:
             self.samples.use(alike=alike)
         self.has_new, self.unstepped = False, True
 
+    def gradient_came(self, *_: object) -> None:
+        """Note that autograd has delivered a gradient of this model, and arm the reduction."""
+        self.has_new, number = True, self._backward.number
+        if self._came_in != number:
+            self._came_in = number
+            if self.reached_in != number:
+                self.samples.missed()
+        self._backward.arm()
+
     # Among others that train as one model with it
 
-    def watch(self, trained: Collection[nn.Parameter], backward: Callable[[], int]) -> None:
-        """Watch which backwards leave gradients in this model's `trained` parameters. `backward()` returns
-        the number of the one that is under way."""
+    def watch(self, trained: Collection[nn.Parameter]) -> None:
+        """Watch which backwards leave gradients in this model's `trained` parameters."""
         self._nodes = gradient_nodes(p for p in self.parameters.values() if p in trained)
-
-        def came(*_: object) -> None:
-            self.has_new = True
-            if self._came_in != backward():
-                self._came_in = backward()
-                if self.reached_in != self._came_in:
-                    self.samples.missed()
-
-        self._hooks = [after_gradient(node, came) for node in self._nodes]
+        self._hooks = [after_gradient(node, self.gradient_came) for node in self._nodes]
 
     def close(self) -> None:
         """Let go of the model."""
@@ -177,53 +175,3 @@ class ScriptModel:
         """Clip this model's gradients alone, as the script might; return the norm before."""
         parameters = self.parameters.values()
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
-
-
-class LoopOverModels:
-    """The passes of a script's loop over several models.
-
-    A pass begins with gradients of the models with which the first one began, once the first model has
-    stepped. Where it ends can only be foreseen: after as many reductions as the longest of the latest passes
-    had, as a pass may be longer now and then (a step of regularisation in every fourth one). Shorter ones
-    have no end that is foreseen. A worker that had no batch as its first pass began knows no beginning, and
-    foresees nothing.
-    """
-
-    def __init__(self) -> None:
-        self._begins_with: frozenset[int] | None = None  # None: before the first reduction
-        self._has_stepped = False  # the first model, in this pass
-        self._at = 0  # reductions in this pass so far
-        self._lengths: deque[int] = deque(maxlen=_REMEMBERED)  # of the passes before
-
-    def reduced(self, new: frozenset[int]) -> bool:
-        """Note a reduction to which this worker has brought gradients of the models `new`, by their numbers;
-        return True if it is foreseen to be the last one of its pass."""
-        if self._begins_with is None:
-            self._begins_with = new
-        begins = new == self._begins_with if new else self._at == max(self._lengths, default=0)
-        if self._begins_with and self._has_stepped and begins:
-            self._lengths.append(self._at)
-            self._at, self._has_stepped = 0, False
-        self._at += 1
-        return self._at == max(self._lengths, default=0)
-
-    def stepped(self) -> None:
-        """Note a step of the first model."""
-        self._has_stepped = True
-
-
-class Several(nn.Module):
-    """Several models as one module. A model lies under its name if a module can be held so, else under its
-    number."""
-
-    def __init__(self, models: Sequence[Given]) -> None:
-        super().__init__()
-        for number, each in enumerate(models):
-            name = each.origin.name
-            is_usable = bool(name) and "." not in name and not name.isdigit() and not hasattr(self, name)
-            self.add_module(name if is_usable else str(number), each.module)
-
-
-def one_module(models: Sequence[Given]) -> nn.Module:
-    """Return the module that these models make together: one model itself."""
-    return models[0].module if len(models) == 1 else Several(models)

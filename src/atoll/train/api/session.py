@@ -251,7 +251,7 @@ class Session:
         budgets = [each.memory for each in given if each.memory is not None]
         memory = budgets[0] if budgets else None
         average = self._averages.of(model)
-        again = known is not None or (former is not None and former.has_stepped)
+        again = known is not None or (former is not None and former.reducer.steps > 0)
         facts = {
             "several optimizers": len(stepping) > 1,
             "several budgets": any(each != memory for each in budgets),

@@ -39,7 +39,7 @@ class Steps:
         This is not called if the iteration's own samples are counted already, since this step's parameters do
         not include them yet.
         """
-        self._state.follow_samples(of.optimizer, consumed)
+        self._schedules.follow_samples(of.optimizer, consumed)
 
     def skipped(self, reason: str) -> None:
         """Record that the policy on NaN and infinities has skipped this iteration, or this worker's part of
@@ -55,7 +55,7 @@ class Steps:
         state, samples = self._state, of.own_samples
         self._backward.settle()  # for the optimizer's computing
         self._schedules.stepped(prepared, model, of)
-        if self._state.buffers == "rank 0" and not self._runtime.strategy.shares_buffers:
+        if self._state.copies.buffers == "rank 0" and not self._runtime.strategy.shares_buffers:
             self._look_at_buffers(prepared)
         if of is not state.prepared[0].sets[0]:
             return

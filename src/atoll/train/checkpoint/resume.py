@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import itertools
 import os
-import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -16,29 +15,27 @@ import torch
 from torch import Tensor, nn
 
 from atoll.core.config import Buffers
-from atoll.core.decoding import converted
 from atoll.core.errors import AtollError, CheckpointError, UserError
-from atoll.memory.othergroups import check_held, state_of_member, values_of_member
 from atoll.tensors.checkpoint import pack, read_checkpoint, unpack, write_checkpoint
 from atoll.tensors.torch_compat import is_persistent, own_buffers
 from atoll.tensors.trees import check_encodable
-from atoll.train.api.origin import Origin, positions_of
 from atoll.train.api.place import Place
 from atoll.train.api.prepared import Prepared
 from atoll.train.api.schedule import SampleSchedule
 from atoll.train.api.schedulers import check_states, put_back_states, states_of
 from atoll.train.api.scriptmodel import ScriptModel
+from atoll.train.checkpoint import reducerstates, savedgroups, savedmodels
 from atoll.train.checkpoint.random_state import (
     check_random_state,
     derive_random_state,
     random_state,
     set_random_state,
 )
+from atoll.train.checkpoint.workercopies import WorkerCopies, lies_elsewhere
 from atoll.train.data.leased_sampler import LeasedSampler
 from atoll.train.data.peerssampler import PeerBatches
 from atoll.train.data.sampler import DealtSampler
 from atoll.train.gradients.memory import Tiers
-from atoll.train.members.meetings import bytes_of
 from atoll.train.members.workers import Workers
 
 AnySampler: TypeAlias = "DealtSampler[Any] | LeasedSampler | PeerBatches"
@@ -86,8 +83,8 @@ def check_state(name: str, stateful: Stateful) -> None:
 class TrainingState:
     """The parts of a session that go into its checkpoints, and come back from them.
 
-    Parts are added as the script makes them. `save`, `load` and `unify` are collectives of the `workers` that
-    they are given. `capture` and `restore` serve one worker that enters a run under way: its state comes from
+    Parts are added as the script makes them. `save` and `load` are collectives of the `workers` that they are
+    given. `capture` and `restore` serve one worker that enters a run under way: its state comes from
     another worker's memory.
 
     Attributes:
@@ -96,6 +93,7 @@ class TrainingState:
         prepared: the prepared models.
         samplers: the session's samplers.
         registered: the registered objects, by name.
+        copies: the tensors of which each worker has a copy of its own.
         schedules: the schedules that samples drive.
         iteration: the number of iterations made.
         resumed_random: this worker's loaded random state, from a load until its next step; else None.
@@ -104,11 +102,12 @@ class TrainingState:
     def __init__(self, place: Place, device: torch.device, buffers: Buffers = "rank 0") -> None:
         """Begin empty. `place` is this worker's place as the session begins, and `buffers` is
         `sync.buffers`."""
-        self._device, self.buffers = device, buffers
+        self._device = device
         self.rank, self.world = place.rank, place.world
         self.prepared: list[Prepared] = []
         self.samplers: list[AnySampler] = []
         self.registered: dict[str, Stateful] = {}
+        self.copies = WorkerCopies(self.prepared, self.registered, buffers)
         self.schedules: list[SampleSchedule] = []
         self.iteration = 0
         self.resumed_random: dict[str, Any] | None = None
@@ -133,53 +132,6 @@ class TrainingState:
         """True if the samples that all workers consume are counted for each model."""
         return len(self.prepared) == len(self.models)
 
-    def sync(self, what: str) -> None:
-        """Let each worker see the values that all have written into models which they share."""
-        for tiers in self.tiers:
-            tiers.sync(what)
-
-    def unify(self, workers: Workers, what: str, *, registered: bool = False) -> None:
-        """Give all workers equal buffers, as `sync.buffers` says; with `registered`, also the first worker's
-        tensors of registered modules.
-
-        A collective. A tensor whose shape or dtype differs between workers stays each worker's own.
-        """
-        named = self._of_each_worker(registered)
-        if not named or workers.alone:
-            return
-        kinds = {name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in named.items()}
-        sums = {name: zlib.crc32(bytes_of(tensor)) for name, tensor in named.items()}
-        digest = zlib.crc32(repr((kinds, sums)).encode())
-        if len(set(workers.gather(digest, what))) > 1:
-            everyone = workers.gather([kinds, sums], what)
-            differing = [
-                name
-                for name in sorted(named)
-                if all(other.get(name) == kinds[name] for other, _ in everyone)
-                and any(other[name] != sums[name] for _, other in everyone)
-            ]
-            means = [name for name in differing if self._is_averaged(name, named[name])]
-            workers.take_from_first([named[name] for name in differing if name not in means], what)
-            for name in means:
-                exact = named[name].detach().to(torch.float64)
-                named[name].copy_(workers.reduce(exact, "mean", what=what))
-        for prepared in self.prepared:
-            prepared.buffers.settle()
-
-    def _of_each_worker(self, registered: bool) -> dict[str, Tensor]:
-        """Return, by name, the tensors of which each worker may have a copy of its own; see `unify`."""
-        named = _buffers_of(self.prepared) if self.buffers != "own" else {}
-        shared = {id(p) for prepared in self.prepared for p in prepared.parameters.values()}
-        for name, module in self.registered.items() if registered else ():
-            if isinstance(module, nn.Module) and not _lies_elsewhere(module):
-                tensors = [*module.named_parameters(), *module.named_buffers()]
-                named |= {f"{name} {key}": each.detach() for key, each in tensors if id(each) not in shared}
-        return named
-
-    def _is_averaged(self, name: str, tensor: Tensor) -> bool:
-        """True if workers take the mean of a tensor of `_of_each_worker`."""
-        return self.buffers == "mean" and tensor.is_floating_point() and name in _buffers_of(self.prepared)
-
     def save(self, workers: Workers, path: str | os.PathLike[str]) -> None:
         """Write a checkpoint on the first worker. A collective.
 
@@ -194,10 +146,13 @@ class TrainingState:
         state = {**own, **self._collect(workers, path)}
         if workers.is_first and not failure:
             trees = {"optimizer": [each.state_dict() for each in self.optimizers], "state": state}
-            if any(held := [prepared.held_by_groups for prepared in self.prepared for _ in prepared.models]):
+            if any(held := savedgroups.held(self.prepared)):
                 trees["groups"] = held
+            model = dict[str, Any]()
             try:
-                write_checkpoint(path, model=self._models(), trees=trees)
+                for index, each in enumerate(self.models):
+                    model |= savedmodels.as_saved(each.module.state_dict(), index)
+                write_checkpoint(path, model=model, trees=trees)
             except CheckpointError as error:
                 failure = str(error)
         _raise_together(workers, failure, "session.save (worker 0 to write)")
@@ -208,137 +163,50 @@ class TrainingState:
         Raises CheckpointError on every worker, and changes nothing, if one worker cannot go on from its
         checkpoint, or if workers have read different checkpoints.
         """
-        failure, found = "", None
+        failure, found, where = "", None, str(path)
         model: dict[str, Any] = {}
         trees: dict[str, Any] = {}
         try:
-            checkpoint = read_checkpoint(path, lazily=any(_lies_elsewhere(p.module) for p in self.prepared))
-            model, trees = self._in_own_order(checkpoint.model, checkpoint.trees, str(path))
-            self._check(model, trees, str(path))
-            model = self._of_own_groups(workers.place.rank, model, trees, str(path))
+            checkpoint = read_checkpoint(path, lazily=any(lies_elsewhere(p.module) for p in self.prepared))
+            model, trees = savedmodels.in_own_order(self.models, checkpoint.model, checkpoint.trees, where)
+            self._check(model, trees, where)
+            model = savedgroups.choose(self.prepared, workers.place.rank, model, trees, where)
             for sampler, saved in zip(self.samplers, trees["state"]["samplers"], strict=True):
                 sampler.check_state(saved)
-            iteration = trees["state"]["iteration"]
-            if type(iteration) is not int or not 0 <= iteration < 2**63:
-                raise CheckpointError(f"{path}: its iteration is no number of an iteration")
-            found = (iteration, checkpoint.digest, str(path))
+            found = (trees["state"]["iteration"], checkpoint.digest, where)
         except CheckpointError as error:
             failure = str(error)
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             # Its checksums are right: another program has written it.
-            failure = f"{path}: not the state of a session: {error!r}"
+            failure = f"{where}: not the state of a session: {error!r}"
         everyone = _raise_together(workers, failure, "session.load (the other workers to read)", found)
         _check_alike(workers.ranks, everyone)
         self._put_back(model, trees)
         state = trees["state"]
-        for prepared, saved in self._of_prepared(state["reducers"]):
-            prepared.load_reducer(saved)
+        reducerstates.load(self.prepared, state["reducers"])
         for sampler, its in zip(self.samplers, state["samplers"], strict=True):
             sampler.load_state_dict(its)
         self._load_random(workers.place.rank, state["random"])
         return len(state["random"])
-
-    def _in_own_order(
-        self, model: dict[str, Any], trees: dict[str, Any], where: str
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return `model` and `trees` with the models in this session's order.
-
-        Raises CheckpointError if names differ, or if models of equal shapes were prepared in another order.
-        """
-        order = self._positions(trees, where)
-        if order == list(range(len(self.models))):
-            return model, trees
-        state = dict(trees["state"])
-        of_optimizers = self._of_optimizers(order)
-        for key, by in (
-            ("models", order),
-            ("optimizers", of_optimizers),
-            ("schedulers", of_optimizers),
-            ("reducers", order),
-            ("consumed", order),
-        ):
-            if key in state:
-                state[key] = [state[key][index] for index in by]
-        places = {index: number for number, index in enumerate(order)}
-        schedules = [{**each, "model": places[each["model"]]} for each in _schedules_of_models(state)]
-        state["schedules"] = schedules or state.get("schedules", [])
-        ordered = {**trees, "state": state}
-        for key, by in (("optimizer", of_optimizers), ("groups", order)):
-            if key in trees:
-                ordered[key] = [trees[key][index] for index in by]
-        return {
-            _prefix(number) + name: value
-            for number, index in enumerate(order)
-            for name, value in _of_model(model, index).items()
-        }, ordered
-
-    def _of_optimizers(self, order: Sequence[int]) -> list[int]:
-        """Return, for each of this session's optimizers, its index in a checkpoint whose models are in
-        another order.
-
-        Args:
-            order: for each of this session's models its index in the checkpoint.
-        """
-        counts = {index: len(each.optimizers) for index, each in zip(order, self.models, strict=True)}
-        first = {index: sum(counts[before] for before in range(index)) for index in counts}
-        return [first[index] + number for index in order for number in range(counts[index])]
-
-    def _positions(self, trees: Mapping[str, Any], where: str) -> list[int]:
-        """Return, for each of this session's models, its index in the checkpoint."""
-        saved = trees["state"].get("models")
-        models = self.models
-        if saved is None or len(saved) != len(models):  # an old checkpoint, or refused by `_check`
-            return list(range(len(models)))
-        try:
-            origins = [converted(each, Origin) for each in saved]
-        except msgspec.ValidationError as error:
-            raise CheckpointError(f"{where}: does not say what its models are: {error}") from None
-        own = [model.origin for model in models]
-
-        def alike(first: int, second: int) -> bool:
-            return _are_alike(models[first], models[second])
-
-        return positions_of(origins, own, alike, where)
-
-    def _of_own_groups(
-        self, rank: int, model: dict[str, Any], trees: dict[str, Any], where: str
-    ) -> dict[str, Any]:
-        """Return the model as this worker's groups have it, if groups have parameters for themselves.
-
-        The groups' optimizer state is put into `trees`. Raises CheckpointError if the checkpoint has other
-        groups.
-        """
-        models = self.models
-        held = trees.get("groups", [{}] * len(models))
-        groups = [prepared.groups for prepared in self.prepared for _ in prepared.models]
-        first = 0  # the index of the model's first optimizer
-        for index, (one, own_groups, its) in enumerate(zip(models, groups, held, strict=True)):
-            check_held(its, own_groups, where)
-            if its:
-                for number, names in enumerate(one.stepped_names, first):
-                    state = trees["optimizer"][number]
-                    trees["optimizer"][number] = state_of_member(its, rank, state, names)
-                own = values_of_member(its, rank, _of_model(model, index))
-                model = {**model, **{_prefix(index) + name: value for name, value in own.items()}}
-            first += len(one.optimizers)
-        return model
 
     def _put_back(self, model: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
         """Put back models, optimizers, schedulers, registered objects and the iteration."""
         state = trees["state"]
         with ExitStack() as loads:
             for prepared in self.prepared:  # a registered object may load an optimizer too
-                loads.enter_context(prepared.loading())
+                loads.enter_context(prepared.stepper.loading())
             optimizers, schedulers = iter(trees["optimizer"]), iter(state["schedulers"])
             for index, (prepared, each) in enumerate(self._each()):
-                if prepared.steps_elsewhere and "held" in state:
-                    _load_beside(prepared, each, _of_model(model, index))
-                    load: Callable[[torch.optim.Optimizer, Any], None] = _load_settings
+                its, beside = savedmodels.of_model(model, index), prepared.steps_elsewhere and "held" in state
+                if beside:
+                    _load_beside(prepared, each, its)
                 else:
-                    each.module.load_state_dict(_of_model(model, index))
-                    load = _load_state
+                    each.module.load_state_dict(its)
                 for optimizer in each.optimizers:
-                    load(optimizer, next(optimizers))
+                    if beside:
+                        _load_settings(optimizer, next(optimizers))
+                    else:
+                        optimizer.load_state_dict(next(optimizers))
                     put_back_states(optimizer, next(schedulers))
             for name, saved in state["registered"].items():
                 self.registered[name].load_state_dict(saved)
@@ -355,7 +223,7 @@ class TrainingState:
         schedule goes on from the saved one of its own model, by order, or in a checkpoint from an older Atoll
         from the one of the same call of `session.schedule`.
         """
-        saved = _schedules_of_models(state)
+        saved = savedmodels.schedules_of_models(state)
         if not saved:
             of_calls = list(state.get("schedules", ()))
             for number, schedule in enumerate(self.schedules):
@@ -374,12 +242,6 @@ class TrainingState:
                 prepared.reducer.consumed = float(state["consumed"][number])
             else:
                 prepared.reducer.consumed = max((each.samples_made for each in own), default=0.0)
-
-    def follow_samples(self, optimizer: torch.optim.Optimizer, consumed: float) -> None:
-        """Make the steps of this optimizer's schedules that are due by the samples consumed."""
-        for schedule in self.schedules:
-            if schedule.optimizer is optimizer:
-                schedule.follow(consumed)
 
     def check_givable(self) -> None:
         """Raise CheckpointError, with the name, for a state that no checkpoint can hold and no newcomer can
@@ -417,11 +279,7 @@ class TrainingState:
         state = {
             **self._own_state(),
             "held": "all",
-            "reducers": [
-                each
-                for prepared in self.prepared
-                for each in prepared.of_each(prepared.reducer.member_state())
-            ],
+            "reducers": reducerstates.member_states(self.prepared),
             "samplers": [
                 sampler.lockstep_state()
                 if fixed and isinstance(sampler, DealtSampler)
@@ -443,7 +301,7 @@ class TrainingState:
             else:
                 held = each.module.state_dict()
                 kept = (optimizer.state_dict() for optimizer in each.optimizers)
-            model |= {_prefix(index) + name: value for name, value in held.items()}
+            model |= savedmodels.as_saved(held, index)
             optimizers += kept
         return pack(model=model, trees={"optimizer": optimizers, "state": state})
 
@@ -468,8 +326,6 @@ class TrainingState:
         model, trees = unpack(raw, where)
         try:
             self._check(model, trees, where, "session.prepare")
-            if type(trees["state"]["iteration"]) is not int or trees["state"]["iteration"] < 0:
-                raise CheckpointError(f"{where}: its iteration is {trees['state']['iteration']!r}")
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise CheckpointError(f"{where}: not what this Atoll sends: {error!r}") from None
         self._put_back(model, trees)
@@ -494,7 +350,7 @@ class TrainingState:
         try:
             self._check(model, trees, where, "session.resume")
             state = trees["state"]
-            if self._positions(trees, where) != list(range(len(self.models))):
+            if savedmodels.positions(self.models, trees, where) != list(range(len(self.models))):
                 raise CheckpointError(
                     f"{where}: its models were prepared in another order than this worker's"
                 )
@@ -503,17 +359,12 @@ class TrainingState:
                     sampler.check_state(saved)
                 else:
                     sampler.check_deal_state(saved)
-            if type(state["iteration"]) is not int or state["iteration"] < 0:
-                raise CheckpointError(f"{where}: its iteration is {state['iteration']!r}")
-            for prepared, its in self._of_prepared(state["reducers"]):
-                for saved in its:
-                    prepared.reducer.check_member_state(saved)
+            reducerstates.check_members(self.prepared, state["reducers"])
             check_random_state(state["random"])
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise CheckpointError(f"{where}: not what this Atoll sends: {error!r}") from None
         self._put_back(model, trees)
-        for prepared, its in self._of_prepared(state["reducers"]):
-            prepared.load_member(its)
+        reducerstates.load_members(self.prepared, state["reducers"])
         for sampler, saved in zip(self.samplers, state["samplers"], strict=True):
             if fixed and not isinstance(sampler, LeasedSampler):
                 sampler.return_to(saved)
@@ -552,9 +403,7 @@ class TrainingState:
         places = [each for _, each in everyone]
         by_sampler = zip(*places, strict=True)
         return {
-            "reducers": [
-                each for prepared in self.prepared for each in prepared.of_each(prepared.reducer.state_dict())
-            ],
+            "reducers": reducerstates.saved_states(self.prepared),
             "samplers": [s.state_dict(list(p)) for s, p in zip(self.samplers, by_sampler, strict=True)],
             "random": workers.gather(random_state(self._device), "session.save (the workers' random state)"),
         }
@@ -562,12 +411,6 @@ class TrainingState:
     def _each(self) -> list[tuple[Prepared, ScriptModel]]:
         """Return each of the script's models after the prepared one of which it is a part."""
         return [(prepared, model) for prepared in self.prepared for model in prepared.models]
-
-    def _of_prepared(self, saved: Sequence[Any]) -> Iterator[tuple[Prepared, list[Any]]]:
-        """Yield each prepared model with its part of what was saved for each of the script's models."""
-        rest = iter(saved)
-        for prepared in self.prepared:
-            yield prepared, list(itertools.islice(rest, len(prepared.models)))
 
     def _own_state(self) -> dict[str, Any]:
         """Return the entries of a checkpoint that are equal on every worker."""
@@ -588,13 +431,6 @@ class TrainingState:
             "registered": {name: state_of(name, stateful) for name, stateful in self.registered.items()},
         }
 
-    def _models(self) -> dict[str, Any]:
-        return {
-            _prefix(index) + name: value
-            for index, model in enumerate(self.models)
-            for name, value in model.module.state_dict().items()
-        }
-
     def _check(
         self, model: Mapping[str, Any], trees: Mapping[str, Any], where: str, call: str = "session.load"
     ) -> None:
@@ -609,7 +445,7 @@ class TrainingState:
         for index, (prepared, each) in enumerate(self._each()):
             beside = prepared.steps_elsewhere and "held" in state
             present = _beside(prepared, each) if beside else each.module.state_dict()
-            _check_model(present, _of_model(model, index), where)
+            _check_model(present, savedmodels.of_model(model, index), where)
         saved, own = state["optimizers"], [type(optimizer).__name__ for optimizer in self.optimizers]
         if saved != own:
             raise CheckpointError(
@@ -631,6 +467,9 @@ class TrainingState:
                 raise CheckpointError(
                     f"{where}: holds the state of {name!r}; call session.register({name}=...) before {call}"
                 )
+        iteration = state["iteration"]
+        if type(iteration) is not int or not 0 <= iteration < 2**63:
+            raise CheckpointError(f"{where}: its iteration is {iteration!r}, which is no number of one")
 
     def _load_random(self, rank: int, states: list[dict[str, Any]]) -> None:
         """Put back the random state that this rank saved. A rank beyond the saved ones derives its own from
@@ -687,27 +526,6 @@ def _check_one_folder(ranks: Sequence[int], given: Sequence[tuple[str, str]]) ->
             )
 
 
-def _buffers_of(models: Sequence[Prepared]) -> dict[str, Tensor]:
-    """Return the buffers of all models by the model's number and the buffer's name."""
-    return {
-        f"{index} {name}": tensor
-        for index, prepared in enumerate(models)
-        for name, tensor in prepared.buffers.named().items()
-    }
-
-
-def _are_alike(one: ScriptModel, other: ScriptModel) -> bool:
-    """True if two of the session's models could load each other's values."""
-    shapes = [{n: tuple(p.shape) for n, p in each.parameters.items()} for each in (one, other)]
-    kinds = [[type(optimizer) for optimizer in each.optimizers] for each in (one, other)]
-    return shapes[0] == shapes[1] and kinds[0] == kinds[1]
-
-
-def _lies_elsewhere(module: nn.Module) -> bool:
-    """True for a module in memory budgets, whose parameters come and go."""
-    return any(hasattr(parameter, "stored_value") for parameter in module.parameters())
-
-
 def _is_of(schedule: SampleSchedule, model: Prepared | ScriptModel) -> bool:
     return any(schedule.optimizer is optimizer for optimizer in model.optimizers)
 
@@ -746,10 +564,6 @@ def _load_settings(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
     """Load settings that `_settings_of` returned."""
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
-
-
-def _load_state(optimizer: torch.optim.Optimizer, state: Any) -> None:
-    optimizer.load_state_dict(state)
 
 
 def _check_model(current: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> None:
@@ -795,23 +609,3 @@ def _check_optimizer(
                     f"{where}: {key!r} of the optimizer's parameter {index} is {tuple(value.shape)}, and "
                     f"the parameter is {shape}"
                 )
-
-
-def _prefix(index: int) -> str:
-    """Return the prefix of a model's names in a checkpoint; empty for the first model."""
-    return "" if index == 0 else f"model{index}:"
-
-
-def _schedules_of_models(state: Mapping[str, Any]) -> list[Any]:
-    """Return the saved schedules, each with its model's number; empty in a checkpoint from an older Atoll,
-    which does not say whose they are."""
-    saved = state.get("schedules", ())
-    return list(saved) if all("model" in each for each in saved) else []
-
-
-def _of_model(saved: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Return the entries of one of a checkpoint's models, under the model's own names."""
-    if index:
-        prefix = _prefix(index)
-        return {name.removeprefix(prefix): v for name, v in saved.items() if name.startswith(prefix)}
-    return {name: v for name, v in saved.items() if not (name.startswith("model") and ":" in name)}

@@ -1,0 +1,88 @@
+"""The watch on one model's forwards, and on the backwards that reach their outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from atoll.tensors.binding import BoundChunk
+from atoll.tensors.torch_compat import backward_under_way
+from atoll.train.api.parametercheck import ParameterCheck
+from atoll.train.api.scriptmodel import ScriptModel
+from atoll.train.gradients.backward import BackwardEnd
+from atoll.train.gradients.forwards import BesideCompiled, ForwardHooks
+from atoll.train.gradients.reducer import Reducer
+from atoll.train.gradients.samples import SeenSamples
+from atoll.train.sync.strategies import Stepper
+
+
+class ForwardWatch:
+    """The watch on one of the script's models.
+
+    Before a forward it checks that the model has its parameters, and that they lie where they train. When a
+    backward that leaves gradients reaches the forward's output, it counts the batch's samples, and asks for
+    the reduction at that backward's end.
+
+    Args:
+        model: the script's model.
+        chunks: the trained chunks of the prepared model that it is, or of which it is a part.
+        check: the check of that model's parameters.
+        reducer: the reducer of that model's gradients.
+        stepper: the stepper of that model.
+        backward: the end of the session's backwards.
+        among: True if the model trains as one with others.
+    """
+
+    def __init__(
+        self,
+        model: ScriptModel,
+        chunks: Sequence[BoundChunk],
+        check: ParameterCheck,
+        reducer: Reducer,
+        stepper: Stepper,
+        backward: BackwardEnd,
+        *,
+        among: bool,
+    ) -> None:
+        self._model, self._chunks, self._check = model, chunks, check
+        self._reducer, self._stepper, self._backward = reducer, stepper, backward
+        accumulates, own = reducer.sum.accumulates, None
+        if among:
+            accumulates, parameters = model.accumulates, set(model.parameters.values())
+            own = {bound.chunk.id for bound in chunks if bound.parameters[0] in parameters}
+            model.watch({p for bound in chunks for p in bound.parameters})
+        given, use = model.given.model, BesideCompiled(partial(reducer.before_use, own))
+        self._before_use: list[Any] = []
+        if reducer.acts_before_forward:
+            self._before_use.append(given.register_forward_pre_hook(use))
+        if reducer.acts_before_state_dict:
+            self._before_use.append(model.module.register_state_dict_pre_hook(use))  # type: ignore[no-untyped-call]
+        self._hooks = ForwardHooks(given, before=self._before, accumulates=accumulates, reached=self._reached)
+
+    def close(self) -> None:
+        """Take the hooks off the model."""
+        self._hooks.close()
+        for handle in self._before_use:
+            handle.remove()
+
+    def _before(self) -> None:
+        self._stepper.restore()
+        for bound in self._chunks:
+            if bound.has_moved:  # before a step it may be elsewhere: averaged weights, say, for an evaluation
+                bound.check_kinds()
+        self._check.before_forward()
+        self._backward.before_forward()
+        self._model.given.batches.forward()
+
+    def _reached(self, seen: SeenSamples | None) -> None:
+        model = self._model
+        model.reached_in = self._backward.number
+        backward = backward_under_way()
+        self._reducer.reached(backward)
+        if seen is not None:
+            batch = model.given.batches.count(seen)
+            if batch.samples is not None:
+                model.samples.count(batch.samples, batch.basis, batch.new)
+        if backward != -1 and self._reducer.acts_after_backward:
+            self._backward.arm()
