@@ -53,7 +53,7 @@ def calls_of(act: Callable[[], object]) -> dict[str, int]:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the session keeps its records; no step is so late that its records are told."""
-    # Sessions that other tests have not left would still hear of each zero_grad, by torch's function replaced.
+    # Sessions that other tests have not left would still hear of each zero_grad, in place of torch itself.
     monkeypatch.setattr(torch_patches, "_told_of_zeros", [])
     monkeypatch.setattr(torch.optim.Optimizer, "zero_grad", torch_patches._zero_of_optimizer)
     monkeypatch.setattr(nn.Module, "zero_grad", torch_patches._zero_of_module)
