@@ -146,8 +146,11 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         self.these.stages.add(shard, worker, incarnation, iteration)
         return self._advance(Draft())
 
-    def handle_commit(self, worker: int, commit: messages.Commit) -> Outcome:
-        """Take a worker's commit of a contribution. Committed is the answer, once it counts."""
+    def handle_commit(self, worker: int, commit: messages.Commit, *, meets: bool = False) -> Outcome:
+        """Take a worker's commit of a contribution. Committed is the answer, once it counts.
+
+        `meets`: the worker waits in a meeting. It goes on waiting there: the contribution was on its way.
+        """
         refusal = self.these.roster.unknown(worker, commit.incarnation)
         if refusal:
             return Outcome(refused=refusal)
@@ -170,7 +173,8 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         draft = Draft()
         self.rule.commit(worker, commit, draft, self.these)
         is_new = commit.iteration >= self.rule.committed(worker)
-        if self.consistency == "ssp" and worker in self.idle and is_new and not draft.refused:
+        goes_on = is_new and not meets and not draft.refused
+        if self.consistency == "ssp" and worker in self.idle and goes_on:
             self._write_idle(worker, commit.incarnation, False, draft)
         return self._advance(draft)
 
@@ -272,7 +276,7 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         draft = Draft()
         self.meetings.end(worker, incarnation, stand, draft)
         if not draft.mismatch:
-            draft.reply(worker, incarnation, messages.Ended())
+            draft.reply(worker, incarnation, messages.Ended(), ("Ends", 0))
         return self._advance(draft)
 
     def handle_entered(self, worker: int, incarnation: int, meeting: int, anew: bool = False) -> None:
