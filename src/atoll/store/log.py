@@ -32,7 +32,8 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     Staged from each shard that holds trainable chunks. An input that is refused has changed nothing.
 
     Attributes:
-        idle: workers that wait in a meeting.
+        idle: workers that wait in a meeting, or for their new group (SSP).
+        moving: workers that wait for their new group (SSP).
         optimizers: the number of the model's optimizers.
         grouping: the latest grouping that a contribution knew of.
         grouped: for each live worker, the latest grouping when it joined, or that its contribution knew of
@@ -47,6 +48,7 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     lines: Lines = msgspec.field(default_factory=Lines)
     used: UsedSamples = msgspec.field(default_factory=UsedSamples)
     idle: set[Count] = set()
+    moving: set[Count] = set()
     optimizers: Count = 1
     grouping: Count = 0
     grouped: dict[int, Count] = {}
@@ -127,6 +129,7 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def _fence(self, worker: int, incarnation: int, draft: Draft) -> None:
         self.these.roster.fence(worker, incarnation)
         self.idle.discard(worker)
+        self.moving.discard(worker)
         self.grouped.pop(worker, None)
         draft.write(Fenced(worker=worker, incarnation=incarnation))
         self.these.stages.forget_worker(worker, incarnation)
@@ -173,7 +176,9 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         draft = Draft()
         self.rule.commit(worker, commit, draft, self.these)
         is_new = commit.iteration >= self.rule.committed(worker)
-        goes_on = is_new and not meets and not draft.refused
+        if is_new and not commit.behind and not draft.refused:
+            self.moving.discard(worker)
+        goes_on = is_new and not meets and worker not in self.moving and not draft.refused
         if self.consistency == "ssp" and worker in self.idle and goes_on:
             self._write_idle(worker, commit.incarnation, False, draft)
         return self._advance(draft)
@@ -187,7 +192,7 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         if isinstance(self.rule, Rounds):
             (self.idle.add if idle else self.idle.discard)(worker)
             self.rule.set_idle(worker, idle, draft, self.these)
-        elif self.consistency == "ssp":
+        elif self.consistency == "ssp" and worker not in self.moving:
             self._write_idle(worker, incarnation, idle, draft)
         return self._advance(draft)
 
@@ -231,11 +236,13 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """Mark a worker as idle when its contribution knows of a new grouping (SSP).
 
         It now waits for its new group to come together, so nobody may wait for it. If its group stays as it
-        is, its next contribution ends this.
+        is, its next contribution ends this, unless that was in flight beside the one before: then the worker
+        heard of the grouping as it sent it, and moves once it counts.
         """
         self.grouping = max(self.grouping, commit.grouping)
         if self.consistency == "ssp" and commit.grouping > self.grouped.get(worker, 0):
             self.grouped[worker] = commit.grouping
+            self.moving.add(worker)
             self._write_idle(worker, commit.incarnation, True, draft)
 
     # -- meetings -----------------------------------------------------------------------------------------
