@@ -25,7 +25,8 @@ class Grouped(Cluster):
     joins once all of them are there. Old ones are fenced when their members are in new ones: under BSP all
     at once, once all new ones have joined. With `newcomer`, one more worker comes while the run goes, which
     decisions concern once it trains. With `pipelined` a contributor that is told of a new grouping sends one
-    more contribution, and moves when that counts.
+    more contribution, and moves when that counts. Now and then it has ended what was in flight before, as a
+    meeting does.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Grouped(Cluster):
             if k > first:
                 yield ("parameters", k)
                 me.clock, told = k, self._moves(me)
-            self._push(me, k, behind=int(k > first))
+            self._push(me, k, behind=int(k > first and self.rng.random() < 0.7))
             self._to_all(me, messages.Pull(incarnation=me.incarnation, clock=k + 1))
             if told:
                 break
