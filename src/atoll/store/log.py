@@ -235,8 +235,8 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """Mark a worker as idle when its contribution knows of a new grouping (SSP).
 
         It now waits for its new group to come together, so nobody may wait for it. If its group stays as it
-        is, its second contribution from now on ends this. The first may be one that it sends, with a pipeline,
-        before it moves.
+        is, its second contribution from now on ends this. With a pipeline it may send the first before it
+        moves.
         """
         self.grouping = max(self.grouping, commit.grouping)
         if self.consistency == "ssp" and commit.grouping > self.grouped.get(worker, 0):
