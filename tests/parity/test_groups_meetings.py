@@ -4,6 +4,7 @@ have the same parameters then."""
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch import nn
 import atoll
 from atoll.core.config import Config, Groups, Run, Sync
 from atoll.hub.planner import GroupingSettings
+from atoll.net.endpoint import Received
+from atoll.net.tunnel import TunnelServer
 from atoll.train.api.place import Place
 from support.parity import ALONE, await_groups
 from support.pool import WorkerPool
@@ -20,11 +23,12 @@ from support.served import ServedRun, served_worker
 
 pytestmark = pytest.mark.check
 
-WORKERS, STEPS, EVERY = 4, 40, 10
+WORKERS, STEPS = 4, 40
+QUIET = 0.03  # seconds without another message, after which a Commit is received
 SECONDS = 0.002  # that a step of the fastest takes; worker r's takes r times as long more
 
 
-def train(place: Place, address: str, sync: dict[str, Any]) -> dict[str, Any]:
+def train(place: Place, address: str, sync: dict[str, Any], every: int) -> dict[str, Any]:
     """Counts its own steps, and so meets the others at other iterations of its group than they do."""
     config = Config(run=Run(strategy="ps-hra"), sync=Sync(timeout="60s", **sync), groups=Groups(probe=2))
     with served_worker(address, place.rank), atoll.join(config) as session:
@@ -40,7 +44,7 @@ def train(place: Place, address: str, sync: dict[str, Any]) -> dict[str, Any]:
             model(batch).square().mean().backward()
             time.sleep(SECONDS * (1 + place.rank))
             optimizer.step()
-            if step % EVERY == EVERY - 1:
+            if step % every == every - 1:
                 sums.append(session.reduce(float(place.rank + 1), "sum"))
         session.barrier()
         parameters = [parameter.tolist() for parameter in model.parameters()]
@@ -61,15 +65,60 @@ def train(place: Place, address: str, sync: dict[str, Any]) -> dict[str, Any]:
 def test_workers_that_made_unequally_many_iterations_meet(
     pool: WorkerPool, sync: dict[str, Any], groups: int
 ) -> None:
+    check_that_all_meet(pool, sync, groups)
+
+
+def check_that_all_meet(pool: WorkerPool, sync: dict[str, Any], groups: int, every: int = 10) -> None:
     settings = GroupingSettings(count=groups, consistency=sync["consistency"], regroup=False)
     with ServedRun(WORKERS, grouping=settings) as served:
-        results = pool.run(train, served.address, sync, world=WORKERS)
+        results = pool.run(train, served.address, sync, every, world=WORKERS)
     assert not served.failures
     everyone = float(sum(range(1, WORKERS + 1)))
     for result in results:
-        assert result["sums"] == [everyone] * (STEPS // EVERY)
+        assert result["sums"] == [everyone] * (STEPS // every)
         assert result["parameters"] == results[0]["parameters"]
         assert result["size"] == WORKERS // groups
+
+
+def let_commits_come_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the shard receive a Commit only once nothing else comes.
+
+    Members of a group have connections of their own, between which messages keep no order.
+    """
+    receive, held, released = TunnelServer.receive, dict[bytes, list[Received]](), deque[Received]()
+
+    def receive_commits_last(server: TunnelServer, timeout: float) -> Received | None:
+        while not released:
+            received = receive(server, QUIET if held else timeout)
+            if received is None and not held:
+                return None
+            if received is None:
+                released.extend(held.pop(next(iter(held))))
+            elif received.peer in held or b"Commit" in received.header:
+                held.setdefault(received.peer, []).append(received)
+            else:
+                return received
+        return released.popleft()
+
+    monkeypatch.setattr(TunnelServer, "receive", receive_commits_last)
+
+
+@pytest.mark.parametrize("pipeline", [1, pytest.param(0, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("consistency", "uplink"),
+    [
+        ("asp", "members"),
+        ("ssp", "leader"),
+        pytest.param("asp", "leader", marks=pytest.mark.soak),
+        pytest.param("ssp", "members", marks=pytest.mark.soak),
+    ],
+)
+def test_groups_meet_though_another_members_commit_comes_after_their_part(
+    pool: WorkerPool, monkeypatch: pytest.MonkeyPatch, consistency: str, uplink: str, pipeline: int
+) -> None:
+    let_commits_come_last(monkeypatch)
+    sync = {"consistency": consistency, "uplink": uplink, "pipeline": pipeline}
+    check_that_all_meet(pool, sync, 2, every=4)  # often, as the leader is drawn by lot
 
 
 def keeps_gradients(place: Place, address: str, sync: dict[str, Any]) -> None:

@@ -127,6 +127,90 @@ def test_the_logs_words_go_to_who_spoke_last(start: Callable[..., Run]) -> None:
     assert first.expect(0, m.Met)[0].workers == [0, 1]
 
 
+@pytest.mark.parametrize("consistency", ["bsp", "ssp", "asp"])
+def test_an_answer_goes_to_the_member_that_asked_whoever_spoke_since(
+    start: Callable[..., Run], consistency: str
+) -> None:
+    """A group meets while its contribution is on its way from another member, on a connection of its own."""
+    run = start(1, 2, consistency=consistency)
+    (meets, other), commits = run.workers, run.again(0, 1, member=1)
+    more = settings(run, consistency)
+    meets.send(0, m.Meet(incarnation=1, number=0, what="x"), b"part")
+    meets.heard()
+    commits.commit(0, **more)  # it is not staged yet, so that nothing is answered
+    commits.heard()
+    other.send(0, m.Meet(incarnation=2, number=0, what="x"), b"")
+    assert meets.expect(0, m.Met)[0].workers == [0, 1]
+    meets.send(0, m.Meet(incarnation=1, number=1, what="y"), b"part")  # the next call, and it spoke last
+    meets.heard()
+    commits.push(0, gradients(0))
+    if consistency == "bsp":
+        other.push(0, gradients(0))
+        other.commit(0)
+    assert commits.expect(0, m.Committed)[0].iteration == 0
+    other.send(0, m.Meet(incarnation=2, number=1, what="y"), b"")
+    assert meets.expect(0, m.Met)[0].number == 1
+    heard_everywhere(meets, commits)
+    assert not meets.come[0][m.Committed]
+    assert not commits.come[0][m.Met]
+
+
+@pytest.mark.parametrize("consistency", ["bsp", "asp"])
+@pytest.mark.parametrize("last", [0, 1])
+def test_all_members_that_ask_one_thing_are_answered(
+    start: Callable[..., Run], consistency: str, last: int
+) -> None:
+    """The group's ring broke, another member commits, and what the one before it had sent comes too."""
+    run = start(1, 2, consistency=consistency)
+    (first, other), second = run.workers, run.again(0, 1, member=1)
+    members, more = [first, second], settings(run, consistency)
+    for member in (members[1 - last], members[last]):
+        member.commit(0, **more)
+        member.heard()
+    second.push(0, gradients(0))
+    if consistency == "bsp":
+        other.push(0, gradients(0))
+        other.commit(0)
+    for member in members:
+        assert member.expect(0, m.Committed)[0].iteration == 0
+    for member in (members[1 - last], members[last]):
+        member.send(0, m.Meet(incarnation=1, number=0, what="x"), b"part")
+        member.heard()
+    other.send(0, m.Meet(incarnation=2, number=0, what="x"), b"")
+    for member in members:
+        assert member.expect(0, m.Met)[0].workers == [0, 1]
+    first.commit(0, **more)  # late, once all is answered
+    assert first.expect(0, m.Committed)[0].iteration == 0
+    heard_everywhere(second)
+    assert not second.come[0][m.Committed]
+
+
+def test_under_ssp_nobody_waits_for_a_group_in_a_meeting_whose_contribution_comes_after(
+    start: Callable[..., Run],
+) -> None:
+    run = start(1, 2, consistency="ssp", slack=0)
+    (meets, other), commits = run.workers, run.again(0, 1, member=1)
+    more = settings(run, "ssp")
+    meets.send(0, m.Meet(incarnation=1, number=0, what="x"), b"part")
+    meets.heard()
+    commits.push(0, gradients(0))
+    commits.commit(0, **more)
+    commits.expect(0, m.Committed)
+    for iteration in range(4):
+        other.push(iteration, gradients(iteration))
+        other.commit(iteration, **more)
+        other.ask(iteration + 1)
+        other.parameters()
+    other.send(0, m.Meet(incarnation=2, number=0, what="x"), b"")
+    meets.expect(0, m.Met)
+    for iteration in (4, 5):  # now the group is waited for
+        other.push(iteration, gradients(iteration))
+        other.commit(iteration, **more)
+        other.ask(iteration + 1)
+    other.heard()
+    assert not other.come[0][m.Parameters]
+
+
 def test_a_state_that_a_dead_speaker_was_asked_for_is_asked_of_the_next(start: Callable[..., Run]) -> None:
     run = start(1, 1, consistency="asp")
     (leader,), following = run.workers, run.again(0, 1, member=1)

@@ -227,7 +227,7 @@ class Cluster:
         """What its commit says that it knows of."""
         return 0
 
-    def _push(self, me: Worker, k: int) -> None:
+    def _push(self, me: Worker, k: int, behind: int = 0) -> None:
         sends = [(shard, chunk) for shard, held in enumerate(self.homes) for chunk in held]
         self.rng.shuffle(sends)
         for shard, chunk in sends:
@@ -248,6 +248,7 @@ class Cluster:
             hyperparameters=LR,
             used=used,
             grouping=self._grouping(me),
+            behind=behind,
         )
         self._send(me, 0, commit)
 

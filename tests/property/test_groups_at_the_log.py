@@ -4,6 +4,7 @@ worker's part is in each iteration once, whatever order things come in."""
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +15,7 @@ from store_cluster import Cluster, Worker
 from test_store_interleavings import check, run
 
 from atoll.store.entries import Apply, Combine, Joined, StepWithMean
+from atoll.wire import messages
 
 
 class Grouped(Cluster):
@@ -22,7 +24,9 @@ class Grouped(Cluster):
     A contributor whose Committed names a new grouping makes no other iteration. The new one of its members
     joins once all of them are there. Old ones are fenced when their members are in new ones: under BSP all
     at once, once all new ones have joined. With `newcomer`, one more worker comes while the run goes, which
-    decisions concern once it trains.
+    decisions concern once it trains. With `pipelined` a contributor that is told of a new grouping sends one
+    more contribution, and moves when that counts. Now and then it has ended what was in flight before, as a
+    meeting does.
     """
 
     def __init__(
@@ -32,8 +36,10 @@ class Grouped(Cluster):
         workers: int,
         groupings: int,
         newcomer: bool = False,
+        pipelined: bool = False,
         **more: Any,
     ) -> None:
+        self.pipelined = pipelined
         self.newcomer = workers if newcomer else -1  # its rank, until it has come
         self.members: dict[int, list[int]] = {worker: [worker] for worker in range(workers)}
         self.grouping_of: dict[int, int] = dict.fromkeys(range(workers), 0)
@@ -53,8 +59,26 @@ class Grouped(Cluster):
 
     def _grouping(self, me: Worker) -> int:
         """It has heard of the latest decision, or not yet."""
-        mine = self.grouping_of[me.worker]
+        mine = max(self.grouping_of[me.worker], 0 if me.told is None else me.told.grouping)
         return self.decided if self.rng.random() < 0.8 else mine
+
+    def _run(self, me: Worker) -> Iterator[tuple[str, int]]:
+        if not self.pipelined:
+            yield from super()._run(me)
+            return
+        self._to_all(me, messages.Pull(incarnation=me.incarnation, clock=0))
+        yield ("start", 0)
+        first, told = me.clock, False
+        for k in range(first, max(first + 1, self.target)):
+            if k > first:
+                yield ("parameters", k)
+                me.clock, told = k, self._moves(me)
+            self._push(me, k, behind=int(k > first and self.rng.random() < 0.7))
+            self._to_all(me, messages.Pull(incarnation=me.incarnation, clock=k + 1))
+            if told:
+                break
+        yield ("parameters", k + 1)
+        me.clock = k + 1
 
     def _goes_on(self, me: Worker) -> bool:
         return super()._goes_on(me) and not self._moves(me)
@@ -170,6 +194,7 @@ def check_each_worker(cluster: Grouped) -> None:
     shards=st.integers(1, 3),
     groupings=st.integers(0, 3),
     newcomer=st.booleans(),
+    pipelined=st.booleans(),
     repeats=st.sampled_from([0.0, 0.3]),
     restarts=st.sets(st.integers(0, 400), max_size=4),
 )
@@ -180,11 +205,19 @@ def test_groups_take_one_anothers_place_and_nothing_is_lost(
     shards: int,
     groupings: int,
     newcomer: bool,
+    pipelined: bool,
     repeats: float,
     restarts: set[int],
 ) -> None:
     cluster = Grouped(
-        random.Random(seed), consistency, workers, groupings, newcomer, shards=shards, repeats=repeats
+        random.Random(seed),
+        consistency,
+        workers,
+        groupings,
+        newcomer,
+        pipelined and consistency != "bsp",
+        shards=shards,
+        repeats=repeats,
     )
     run(cluster, [], restarts)
     check(cluster)

@@ -254,13 +254,44 @@ def test_under_ssp_nobody_waits_for_one_that_waits_for_its_new_group() -> None:
     assert lines(0, 0) == []
     assert lines(1, 1) == [Idle(worker=0, incarnation=1, idle=True)]
     assert log.handle_commit(0, grouped(1, 1, 1)).entries == []  # said again, and counted before
-    assert lines(2, 1) == [Idle(worker=0, incarnation=1, idle=False)]  # it has stayed where it was
-    assert lines(3, 1) == []
+    assert lines(2, 1) == []  # with a pipeline it sends this before it moves
+    assert lines(3, 1) == [Idle(worker=0, incarnation=1, idle=False)]  # it has stayed where it was
+    assert lines(4, 1) == []
     # Who comes with a grouping is not told of it.
     log.handle_join(7, 20)
     log.handle_staged(0, 7, 20, 0)
     entries = log.handle_commit(7, grouped(20, 0, 1)).entries
     assert [type(entry) for entry in entries] == [Apply]
+
+
+def test_under_ssp_a_move_outlasts_one_more_contribution_and_a_meeting() -> None:
+    log = log_of("ssp")
+    idle, goes_on = (Idle(worker=0, incarnation=1, idle=each) for each in (True, False))
+
+    def lines(iteration: int, grouping: int, meets: bool = False) -> list[AnyEntry]:
+        log.handle_staged(0, 0, 1, iteration)
+        entries = log.handle_commit(0, grouped(1, iteration, grouping), meets=meets).entries
+        return [entry for entry in entries if not isinstance(entry, Apply)]
+
+    assert lines(0, 1) == [idle]
+    assert lines(1, 1) == []  # it was told as it sent this, and moves once this counts
+    assert log.handle_idle(0, 1, True).entries == []
+    assert log.handle_idle(0, 1, False).entries == []  # a meeting is over, and it has yet to move
+    assert lines(2, 1) == [goes_on]  # it has stayed where it was
+    assert log.handle_idle(0, 1, True).entries == [idle]
+    assert lines(3, 1, meets=True) == []  # it comes after the worker's part in the meeting
+    assert lines(4, 2, meets=True) == [idle]  # said again: the worker will move
+    assert log.handle_idle(0, 1, False).entries == []
+    assert lines(5, 2) == []
+    assert log.handle_idle(0, 1, True).entries == []
+    assert lines(6, 2, meets=True) == []
+    assert log.handle_idle(0, 1, False).entries == [goes_on]
+    assert lines(7, 3) == [idle]
+    assert lines(8, 4) == [idle]
+    assert lines(9, 4) == []
+    log.handle_fence(0, 1)
+    assert not log.moving
+    assert not log.idle
 
 
 def steps(log: CommitLog, iteration: int, **how: object) -> list[AnyEntry]:

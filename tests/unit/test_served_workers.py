@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -11,10 +12,10 @@ import pytest
 from atoll.train.api.place import Place
 from atoll.train.members.attendance import Attendance
 from atoll.train.members.entering import ServedEntrance
-from atoll.train.members.logmeeting import LogMeeting
+from atoll.train.members.logmeeting import MEETING, LogMeeting
 from atoll.train.members.workers import Workers
 from atoll.train.sync.servedmodels import ServedModels
-from atoll.wire.messages import Committed
+from atoll.wire.messages import Committed, Meet, Met
 
 
 def of_rank(rank: int, site: str = "", *, elastic: bool = False) -> tuple[Workers, ServedEntrance, list[int]]:
@@ -43,6 +44,51 @@ def test_the_first_of_those_who_live_is_the_first(rank: int) -> None:
     entrance.told(Committed(iteration=5, workers=[0, 1, 2]))  # it is back
     assert workers.is_first == (rank == 0)
     assert counts == [2, 0, 3]
+
+
+class AnswersTwice:
+    """Shards that answer each Meet, and once more with the next, as after a connection that broke."""
+
+    incarnation = 1
+
+    def __init__(self, *workers: int) -> None:
+        self.workers, self.sent = list(workers), list[int]()
+
+    def on(self, _kind: type, handler: Callable[..., None]) -> None:
+        self.handle = handler
+
+    def send(self, _shard: int, message: Meet, _payload: memoryview, until: str) -> None:
+        assert until == MEETING
+        self.sent.append(message.number)
+
+    def answered(self, until: str) -> None:
+        assert until == MEETING
+
+    def answer(self, number: int) -> None:
+        sizes = [1] * len(self.workers)
+        payload = memoryview(bytes(range(len(sizes))))
+        self.handle(0, Met(number=number, workers=self.workers, sizes=sizes), payload)
+
+    def wait(self, done: Callable[[], bool], *_: object) -> None:
+        for number in self.sent[-2:]:
+            self.answer(number)
+        assert done()
+
+
+def test_an_answer_that_comes_twice_says_nothing_of_who_is_there() -> None:
+    shards: Any = AnswersTwice(4, 5)
+    attendance = Attendance(Place(0, 3), late=False, grouped=True)
+    meeting = LogMeeting(attendance, shards, ServedModels())
+    stand = meeting.standing_for("reduce")
+    for number in range(3):
+        assert meeting.meet(b"", number, "reduce", stand) == ([4, 5], [b"\0", b"\1"])
+        shards.answer(number)
+        assert attendance.ranks == [0, 1, 2]  # of the workers, and not the groups' numbers
+        assert len(meeting._met) <= 2  # answers that nobody waits for do not pile up
+    shards.workers = [1, 2]
+    attendance.number = 3
+    assert meeting.gather_bytes(b"", "reduce") == [b"\0", b"\1"]
+    assert attendance.ranks == [1, 2]
 
 
 @pytest.mark.parametrize("grouped", [False, True])

@@ -38,9 +38,11 @@ class LogDesk:
             messages.Staged: shard,
         }
 
-    def _hear(self, heard: Heard) -> None:
-        """Note that this connection speaks for its worker; the log's answers go there."""
-        if self._peers.speaks(heard.peer):
+    def _hear(self, heard: Heard, number: int | None = None) -> None:
+        """Note that this connection speaks for its worker. If the message has a `number`, its iteration or
+        meeting, the log's answer goes to this connection too."""
+        request = None if number is None else (type(heard.message).__name__, number)
+        if self._peers.speaks(heard.peer, request):
             self._log.handle_speaker(*heard.life)
 
     def _handle_contribution(self, heard: Heard) -> str:
@@ -57,19 +59,19 @@ class LogDesk:
                 model.optimizer.param_groups.check(message.hyperparameters)
             except UserError as error:
                 return str(error)
-        self._hear(heard)
+        self._hear(heard, message.iteration if isinstance(message, messages.Commit) else None)
         return self._log.handle_worker(heard.worker, message)
 
     def _handle_meet(self, heard: Heard) -> str:
         if reason := messages.unreadable(heard.message.stand):
             return reason
-        self._hear(heard)
+        self._hear(heard, heard.message.number)
         return self._log.handle_meet(heard.worker, heard.message, heard.payload)
 
     def _handle_ends(self, heard: Heard) -> str:
         if reason := messages.unreadable(heard.message.stand):
             return reason
-        self._hear(heard)
+        self._hear(heard, 0)
         self._log.handle_end(heard.worker, heard.message)
         return ""
 

@@ -210,7 +210,8 @@ class LogKeeper:
         if self._has_ended(worker, message.incarnation):
             return ""
         if isinstance(message, messages.Commit):
-            refused = self._act(self._log.handle_commit(worker, message))
+            meets = self._meetings.meetings.waits_in(worker, message.incarnation)
+            refused = self._act(self._log.handle_commit(worker, message, meets=meets))
         else:
             refused = self._act(self._log.handle_step(worker, message))
         self._look_for_deadlock()
@@ -256,8 +257,7 @@ class LogKeeper:
             return ""
         if self._met_before(worker, meet):
             assert self.state.last is not None
-            peer = self._peers.worker(worker, meet.incarnation)
-            self._peers.send(peer, self.state.last.met, self.last_payload)
+            self._send_met(worker, meet.incarnation, self.state.last.met, self.last_payload)
             return ""
         self.state.handles += 1
         if payload is not None:
@@ -318,7 +318,8 @@ class LogKeeper:
     def _act(self, outcome: Outcome, *, entries: bool = True) -> str:
         """Carry out an outcome of the log; returns its refusal."""
         for reply in outcome.replies:
-            self._peers.send(self._peers.worker(reply.worker, reply.incarnation), reply.message)
+            for peer in self._peers.askers(reply.worker, reply.incarnation, reply.request):
+                self._peers.send(peer, reply.message)
         if entries and outcome.entries:
             assert self._log is not None
             first = self._log.lines.next_sequence - len(outcome.entries)
@@ -342,4 +343,8 @@ class LogKeeper:
         reach("shard.met")
         for worker, incarnation in zip(meeting.workers, meeting.incarnations, strict=True):
             self._set_idle(worker, incarnation, False)
-            self._peers.send(self._peers.worker(worker, incarnation), met, whole or None)
+            self._send_met(worker, incarnation, met, whole or None)
+
+    def _send_met(self, worker: int, incarnation: int, met: messages.Met, payload: bytes | None) -> None:
+        for peer in self._peers.askers(worker, incarnation, ("Meet", met.number)):
+            self._peers.send(peer, met, payload)

@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from atoll.net.endpoint import Server
+from atoll.server.askers import Askers
+from atoll.store.outcomes import Request
 from atoll.wire.base import MOST_AHEAD
 from atoll.wire.messages import VERSION, AnyMessage, Hello, Ping, Refused, encode
 
@@ -35,6 +37,7 @@ class Peers:
         self._members: dict[int, set[int]] = {}  # worker -> the members that are connected
         self._highest = 0  # the highest known incarnation
         self._speakers: dict[int, int] = {}  # worker -> the member that spoke to the log last
+        self._askers = Askers()
         self._lost: dict[int, int] = {}  # worker -> its incarnation, if all connections of that are gone
         self._waiting: dict[bytes, deque[tuple[bytes, Any]]] = {}  # messages that a full queue did not take
         self.when_kept = when_kept
@@ -126,6 +129,7 @@ class Peers:
             if not members:
                 del self._members[hello.worker]
                 self._speakers.pop(hello.worker, None)
+                self._askers.forget(hello.worker)
         self._waiting.pop(peer, None)
 
     def _gone(self, peer: bytes) -> None:
@@ -144,21 +148,33 @@ class Peers:
                 self._offer(peer, encode(Ping()), None)
         return self._lost.get(worker) == incarnation
 
-    def speaks(self, peer: bytes) -> bool:
-        """Make this connection its worker's speaker to the log; True if the log's messages went to another
-        member before."""
+    def speaks(self, peer: bytes, request: Request | None = None) -> bool:
+        """Make this connection its worker's speaker to the log; True if another member was it before.
+        `request` is the message that the log will answer, if it will."""
         hello = self._hellos.get(peer)
         if hello is None or hello.role != "worker":
             return False
+        if request is not None:
+            self._askers.add(hello.worker, hello.incarnation, hello.member, request)
         before = self.worker(hello.worker, hello.incarnation)
         self._speakers[hello.worker] = hello.member
         return before != peer
 
     def worker(self, worker: int, incarnation: int) -> bytes | None:
-        """The connection for the log's messages to this incarnation of a worker. Of a group: that of the
-        member that spoke to the log last, or of any member if that one is not connected."""
+        """The connection for messages that this incarnation of a worker did not ask the log for. Of a group:
+        that of the member that spoke to the log last, or of any member if that one is not connected."""
         speaker = self.member(worker, incarnation, self._speakers.get(worker, 0))
         return speaker or next(iter(self.members(worker, incarnation)), None)
+
+    def askers(self, worker: int, incarnation: int, request: Request) -> list[bytes]:
+        """Connections for the log's answer to a request: of all members that have sent it and are connected.
+        If it was sent to the log's process before this one, that of `worker`."""
+        asked = self._askers.take(worker, incarnation, request)
+        if not asked:
+            speaker = self.worker(worker, incarnation)
+            return [] if speaker is None else [speaker]
+        found = (self.member(worker, incarnation, each) for each in asked)
+        return [peer for peer in found if peer is not None]
 
     def member(self, worker: int, incarnation: int, member: int) -> bytes | None:
         """The connection of one member of this incarnation of a worker."""

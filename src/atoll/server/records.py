@@ -18,7 +18,7 @@ from atoll.logs.logfile import replay
 from atoll.store.outcomes import StoreError
 from atoll.wire.messages import HEADER_BYTES, Count, Name
 
-SHARD = Kind(b"ATJ4", HEADER_BYTES + 2**16, "segment of a journal")
+SHARD = Kind(b"ATJ5", HEADER_BYTES + 2**16, "segment of a journal")
 _HALF = 2**32
 
 

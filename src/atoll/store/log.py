@@ -23,6 +23,7 @@ from atoll.wire import messages
 from atoll.wire.messages import Count, WorkerStand
 
 CONSISTENCIES = ("bsp", "ssp", "asp")
+_BEFORE_A_MOVE = 1  # contributions that a worker may send after the one whose answer tells it to move
 
 
 class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -32,7 +33,9 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     Staged from each shard that holds trainable chunks. An input that is refused has changed nothing.
 
     Attributes:
-        idle: workers that wait in a meeting.
+        idle: workers that wait in a meeting, or for their new group (SSP).
+        moving: for each of those that wait for their new group, an iteration that it makes only if its group
+            stays as it is.
         optimizers: the number of the model's optimizers.
         grouping: the latest grouping that a contribution knew of.
         grouped: for each live worker, the latest grouping when it joined, or that its contribution knew of
@@ -47,6 +50,7 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     lines: Lines = msgspec.field(default_factory=Lines)
     used: UsedSamples = msgspec.field(default_factory=UsedSamples)
     idle: set[Count] = set()
+    moving: dict[int, Count] = {}
     optimizers: Count = 1
     grouping: Count = 0
     grouped: dict[int, Count] = {}
@@ -127,6 +131,7 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def _fence(self, worker: int, incarnation: int, draft: Draft) -> None:
         self.these.roster.fence(worker, incarnation)
         self.idle.discard(worker)
+        self.moving.pop(worker, None)
         self.grouped.pop(worker, None)
         draft.write(Fenced(worker=worker, incarnation=incarnation))
         self.these.stages.forget_worker(worker, incarnation)
@@ -146,8 +151,11 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         self.these.stages.add(shard, worker, incarnation, iteration)
         return self._advance(Draft())
 
-    def handle_commit(self, worker: int, commit: messages.Commit) -> Outcome:
-        """Take a worker's commit of a contribution. Committed is the answer, once it counts."""
+    def handle_commit(self, worker: int, commit: messages.Commit, *, meets: bool = False) -> Outcome:
+        """Take a worker's commit of a contribution. Committed is the answer, once it counts.
+
+        `meets`: the worker waits in a meeting. It goes on waiting there: the contribution was on its way.
+        """
         refusal = self.these.roster.unknown(worker, commit.incarnation)
         if refusal:
             return Outcome(refused=refusal)
@@ -170,8 +178,8 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         draft = Draft()
         self.rule.commit(worker, commit, draft, self.these)
         is_new = commit.iteration >= self.rule.committed(worker)
-        if self.consistency == "ssp" and worker in self.idle and is_new and not draft.refused:
-            self._write_idle(worker, commit.incarnation, False, draft)
+        if is_new and not draft.refused:
+            self._see_to_idling(worker, commit, meets, draft)
         return self._advance(draft)
 
     def handle_idle(self, worker: int, incarnation: int, idle: bool) -> Outcome:
@@ -183,7 +191,7 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         if isinstance(self.rule, Rounds):
             (self.idle.add if idle else self.idle.discard)(worker)
             self.rule.set_idle(worker, idle, draft, self.these)
-        elif self.consistency == "ssp":
+        elif self.consistency == "ssp" and worker not in self.moving:
             self._write_idle(worker, incarnation, idle, draft)
         return self._advance(draft)
 
@@ -227,12 +235,21 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """Mark a worker as idle when its contribution knows of a new grouping (SSP).
 
         It now waits for its new group to come together, so nobody may wait for it. If its group stays as it
-        is, its next contribution ends this.
+        is, its second contribution from now on ends this. With a pipeline it may send the first before it
+        moves.
         """
         self.grouping = max(self.grouping, commit.grouping)
         if self.consistency == "ssp" and commit.grouping > self.grouped.get(worker, 0):
             self.grouped[worker] = commit.grouping
+            self.moving[worker] = commit.iteration + _BEFORE_A_MOVE + 1
             self._write_idle(worker, commit.incarnation, True, draft)
+
+    def _see_to_idling(self, worker: int, commit: messages.Commit, meets: bool, draft: Draft) -> None:
+        """Let others wait for a worker again whose new contribution shows that it goes on (SSP)."""
+        if commit.iteration >= self.moving.get(worker, 0):
+            self.moving.pop(worker, None)
+        if worker in self.idle and not meets and worker not in self.moving and self.consistency == "ssp":
+            self._write_idle(worker, commit.incarnation, False, draft)
 
     # -- meetings -----------------------------------------------------------------------------------------
 
@@ -272,7 +289,7 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         draft = Draft()
         self.meetings.end(worker, incarnation, stand, draft)
         if not draft.mismatch:
-            draft.reply(worker, incarnation, messages.Ended())
+            draft.reply(worker, incarnation, messages.Ended(), ("Ends", 0))
         return self._advance(draft)
 
     def handle_entered(self, worker: int, incarnation: int, meeting: int, anew: bool = False) -> None:

@@ -75,6 +75,11 @@ class Meetings(msgspec.Struct, forbid_unknown_fields=True):
         """True if meetings wait for this incarnation."""
         return self.bound.get(worker) == incarnation
 
+    def waits_in(self, worker: int, incarnation: int) -> bool:
+        """True if this incarnation waits in a meeting for the others."""
+        parts = (parts.get(worker) for parts in self.parts.values())
+        return any(part is not None and part.incarnation == incarnation for part in parts)
+
     def meet(
         self,
         worker: int,

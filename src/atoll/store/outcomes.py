@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from atoll.core.errors import RunError
 from atoll.wire.messages import AnyMessage, Commit, WorkerStand
@@ -12,17 +12,25 @@ if TYPE_CHECKING:
     from atoll.store.entries import AnyEntry
 
 
+Request: TypeAlias = tuple[str, int]  # a message to the log: its type, and its iteration or its meeting
+
+
 class StoreError(RunError):
     """The store's state contradicts its log: the run cannot go on."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A message for a worker, if this incarnation of it is still there."""
+    """A message for a worker, if this incarnation of it is still there.
+
+    Attributes:
+        request: the worker's message that it answers.
+    """
 
     worker: int
     incarnation: int
     message: AnyMessage
+    request: Request
 
 
 @dataclass(frozen=True)
@@ -82,9 +90,9 @@ class Draft:
         """Add an entry to the log."""
         self.entries.append(entry)
 
-    def reply(self, worker: int, incarnation: int, message: AnyMessage) -> None:
-        """Add an answer to a worker."""
-        self.replies.append(Reply(worker, incarnation, message))
+    def reply(self, worker: int, incarnation: int, message: AnyMessage, request: Request) -> None:
+        """Add an answer to a worker's `request`."""
+        self.replies.append(Reply(worker, incarnation, message, request))
 
     def outcome(self) -> Outcome:
         """Return the finished outcome."""

@@ -63,7 +63,8 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
     def commit(self, worker: int, commit: messages.Commit, draft: Draft, these: Contributors) -> None:
         """Take a live worker's commit. `draft.refused` says why it may not commit."""
         if commit.iteration < self.committed(worker):
-            draft.reply(worker, commit.incarnation, self._answer(commit.iteration))
+            answer = self._answer(commit.iteration)
+            draft.reply(worker, commit.incarnation, answer, ("Commit", commit.iteration))
             return
         if self.stays and commit.iteration == self.iteration and worker in self.members:
             if self.said:
@@ -133,7 +134,7 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
                 del self.said[other]
                 if other in self.members:
                     refused = messages.Refused(reason=reason, request="Step")
-                    draft.reply(other, self.members[other], refused)
+                    draft.reply(other, self.members[other], refused, ("Step", step.iteration))
 
     def _unlike(self, first: int, said: messages.Step, worker: int, step: messages.Step) -> tuple[str, str]:
         """Return, in words, how `worker` would step otherwise than `first` has said: why `worker` is refused,
@@ -277,7 +278,7 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
             },
         )
         for worker, incarnation in self.members.items():
-            draft.reply(worker, incarnation, self.told)
+            draft.reply(worker, incarnation, self.told, ("Commit", self.iteration))
         return True
 
     def _in_groups(self) -> list[int]:
@@ -300,7 +301,8 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
         for worker, excess in found.items():
             if excess:
                 reason = excess_line(worker, self.iteration, excess)
-                draft.reply(worker, self.members[worker], messages.Refused(reason=reason, request="Commit"))
+                refused = messages.Refused(reason=reason, request="Commit")
+                draft.reply(worker, self.members[worker], refused, ("Commit", self.iteration))
                 del self.commits[worker]
         return any(found.values())
 

@@ -96,7 +96,7 @@ class Streams(msgspec.Struct, forbid_unknown_fields=True, tag="streams"):
             told = stream.told
             if told is None or told.iteration != commit.iteration:
                 told = messages.Committed(iteration=commit.iteration)
-            draft.reply(worker, commit.incarnation, told)
+            draft.reply(worker, commit.incarnation, told, ("Commit", commit.iteration))
         elif commit.iteration in stream.pending:
             return  # answered when it enters the log
         elif commit.iteration != stream.clock + len(stream.pending):
@@ -169,7 +169,7 @@ class Streams(msgspec.Struct, forbid_unknown_fields=True, tag="streams"):
             alike=not certain,
             counts=told_unlike(f"iteration {stream.clock} of worker {worker}", self.streams),
         )
-        draft.reply(worker, stream.incarnation, stream.told)
+        draft.reply(worker, stream.incarnation, stream.told, ("Commit", stream.clock))
         these.stages.forget_through(worker, stream.incarnation, stream.clock)
         del stream.pending[stream.clock]
         self.applied += 1

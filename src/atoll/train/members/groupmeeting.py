@@ -194,6 +194,7 @@ class GroupMeeting(BytesMeeting):
         brought = {self._group.place.name_of(rank): part.payload for rank, part in enumerate(said)}
         met: _Parts = {}
         stand, packed = self.standing_for(what), msgspec.msgpack.encode(brought)
-        for group in self._log.meet(packed, number, what, stand, self._leaves):
+        _, groups = self._log.meet(packed, number, what, stand, self._leaves)
+        for group in groups:
             met |= from_msgpack(group, _Parts)
         return met

@@ -28,13 +28,15 @@ class LogMeeting(BytesMeeting):
     def __init__(self, attendance: Attendance, shards: ShardLink, models: ServedModels) -> None:
         self.roster = self._attendance = attendance
         self._shards, self._models = shards, models
-        self._met: dict[int, list[bytes]] = {}
+        self._met: dict[int, tuple[list[int], list[bytes]]] = {}  # by number: who came, and their bytes
         shards.on(Met, self._handle_met)
 
     def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
         if self.roster.late:
             return [payload]
-        return self.meet(payload, self._attendance.begin(), what, self.standing_for(what))
+        came, parts = self.meet(payload, self._attendance.begin(), what, self.standing_for(what))
+        self._attendance.ranks = came
+        return parts
 
     def meet(
         self,
@@ -43,9 +45,9 @@ class LogMeeting(BytesMeeting):
         what: str,
         stand: WorkerStand,
         leaves: Callable[[], bool] = lambda: False,
-    ) -> list[bytes]:
-        """Bring `payload` to the meeting of this number; return the bytes of all that come, in the log's
-        order.
+    ) -> tuple[list[int], list[bytes]]:
+        """Bring `payload` to the meeting of this number; return who came, in the log's order, and their
+        bytes.
 
         Raises CalledAwayError once `leaves()` is True: this worker must come to the meeting again.
 
@@ -57,6 +59,7 @@ class LogMeeting(BytesMeeting):
             leaves: returns whether this worker must leave the meeting.
         """
         shards = self._shards
+        self._met = {each: met for each, met in self._met.items() if each >= number}  # others came twice
         meet = Meet(incarnation=shards.incarnation, number=number, what=what[:256], stand=stand)
         shards.send(LOG, meet, memoryview(payload), until=MEETING)
         shards.wait(
@@ -91,6 +94,5 @@ class LogMeeting(BytesMeeting):
         for size in message.sizes:
             parts.append(bytes(payload[offset : offset + size]) if payload is not None else b"")
             offset += size
-        self._met[message.number] = parts
-        self._attendance.ranks = list(message.workers)
+        self._met[message.number] = list(message.workers), parts
         self._models.catch_up(message.clock)
