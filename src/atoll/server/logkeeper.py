@@ -257,7 +257,8 @@ class LogKeeper:
             return ""
         if self._met_before(worker, meet):
             assert self.state.last is not None
-            self._send_met(worker, meet.incarnation, self.state.last.met, self.last_payload)
+            met = self.state.last.met
+            self._peers.answer(worker, meet.incarnation, ("Meet", met.number), met, self.last_payload)
             return ""
         self.state.handles += 1
         if payload is not None:
@@ -318,8 +319,7 @@ class LogKeeper:
     def _act(self, outcome: Outcome, *, entries: bool = True) -> str:
         """Carry out an outcome of the log; returns its refusal."""
         for reply in outcome.replies:
-            for peer in self._peers.askers(reply.worker, reply.incarnation, reply.request):
-                self._peers.send(peer, reply.message)
+            self._peers.answer(reply.worker, reply.incarnation, reply.request, reply.message)
         if entries and outcome.entries:
             assert self._log is not None
             first = self._log.lines.next_sequence - len(outcome.entries)
@@ -343,8 +343,4 @@ class LogKeeper:
         reach("shard.met")
         for worker, incarnation in zip(meeting.workers, meeting.incarnations, strict=True):
             self._set_idle(worker, incarnation, False)
-            self._send_met(worker, incarnation, met, whole or None)
-
-    def _send_met(self, worker: int, incarnation: int, met: messages.Met, payload: bytes | None) -> None:
-        for peer in self._peers.askers(worker, incarnation, ("Meet", met.number)):
-            self._peers.send(peer, met, payload)
+            self._peers.answer(worker, incarnation, ("Meet", met.number), met, whole or None)

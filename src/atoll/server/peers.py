@@ -166,15 +166,16 @@ class Peers:
         speaker = self.member(worker, incarnation, self._speakers.get(worker, 0))
         return speaker or next(iter(self.members(worker, incarnation)), None)
 
-    def askers(self, worker: int, incarnation: int, request: Request) -> list[bytes]:
-        """Connections for the log's answer to a request: of all members that have sent it and are connected.
-        If it was sent to the log's process before this one, that of `worker`."""
+    def answer(
+        self, worker: int, incarnation: int, request: Request, message: AnyMessage, payload: Any = None
+    ) -> None:
+        """Send the log's answer to a request to all members that have sent it and are connected. If it was
+        sent to the log's process before this one, send it to the worker's speaker."""
         asked = self._askers.take(worker, incarnation, request)
         if not asked:
-            speaker = self.worker(worker, incarnation)
-            return [] if speaker is None else [speaker]
-        found = (self.member(worker, incarnation, each) for each in asked)
-        return [peer for peer in found if peer is not None]
+            self.send(self.worker(worker, incarnation), message, payload)
+        for member in asked:
+            self.send(self.member(worker, incarnation, member), message, payload)
 
     def member(self, worker: int, incarnation: int, member: int) -> bytes | None:
         """The connection of one member of this incarnation of a worker."""

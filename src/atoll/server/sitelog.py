@@ -125,4 +125,4 @@ class SiteLog(LogKeeper):
         self.state.last = LastMeeting(met, [own.get(worker, 0) for worker in met.workers])
         self.last_payload = whole or None
         for worker, incarnation in zip(meeting.workers, meeting.incarnations, strict=True):
-            self._send_met(worker, incarnation, met, whole or None)
+            self._peers.answer(worker, incarnation, ("Meet", met.number), met, whole or None)
