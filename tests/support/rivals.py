@@ -9,9 +9,9 @@ A script is run as it is, with a session that does what the script's user would 
 | Accelerate | `model, optimizer = accelerator.prepare(model, optimizer)` |
 | DeepSpeed ZeRO-3 | `engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=...)` |
 
-Where a rival returns a wrapper, the script's `model(...)` calls the wrapper, and all else of the model is
-what the user writes as `model.module`. A model without a forward of its own (`nn.ModuleList`) is wrapped part
-by part.
+DeepSpeed's engine also makes the backward and the step. Where a rival returns a wrapper, the script's
+`model(...)` calls the wrapper, and all else of the model is what the user writes as `model.module`. A model
+without a forward of its own (`nn.ModuleList`) is wrapped part by part, but for DeepSpeed.
 """
 
 from __future__ import annotations
@@ -49,9 +49,17 @@ class Way(Protocol):
 
     def whole(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Within it every worker can read all values of the model's parameters."""
+        return contextlib.nullcontext()
+
+    def close(self) -> None:
+        """Leave torch as it was."""
+
+    def clip(self, model: nn.Module, max_norm: float) -> Tensor:
+        """Clip the gradients of the step that comes; return their norm."""
+        return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
 
-class Ddp:
+class Ddp(Way):
     """DistributedDataParallel, with the options that its errors ask for."""
 
     def __init__(self, options: dict[str, bool]) -> None:
@@ -76,11 +84,8 @@ class Ddp:
         (wrapper,) = self._wrappers
         return wrapper.join(divide_by_initial_world_size=False)  # type: ignore[no-any-return]
 
-    def whole(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
-
-class Fsdp2:
+class Fsdp2(Way):
     """`fully_shard` on the whole model, which it changes in place."""
 
     def __init__(self, options: dict[str, bool]) -> None:
@@ -108,11 +113,8 @@ class Fsdp2:
     def joined(self) -> contextlib.AbstractContextManager[None]:
         raise NotImplementedError("FSDP2 has no such context")
 
-    def whole(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()  # `full_tensor` gathers them
 
-
-class Accelerate:
+class Accelerate(Way):
     """Accelerate's Accelerator on a CPU, where it wraps models in DistributedDataParallel."""
 
     def __init__(self, options: dict[str, bool]) -> None:
@@ -137,11 +139,8 @@ class Accelerate:
     def joined(self) -> contextlib.AbstractContextManager[None]:
         return self._accelerator.join_uneven_inputs(self._wrappers)  # type: ignore[no-any-return]
 
-    def whole(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
-
-class DeepSpeed:
+class DeepSpeed(Way):
     """DeepSpeed's engine with ZeRO stage 3: parameters, gradients and states are sharded."""
 
     _CONFIG: ClassVar = {
@@ -149,6 +148,7 @@ class DeepSpeed:
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": 0.0,  # its default is a norm of 1
     }
 
     def __init__(self, options: dict[str, bool]) -> None:
@@ -160,21 +160,29 @@ class DeepSpeed:
         groups._ALL_TO_ALL_GROUP.clear()
         self._deepspeed = deepspeed
         self._engines: list[Any] = []
+        self._stack = contextlib.ExitStack()
+
+    def close(self) -> None:
+        self._stack.close()
 
     def wrap(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
         if len(optimizers) > 1:
             raise ValueError("deepspeed.initialize takes one optimizer for a model")  # so says its signature
-        for part in callable_parts(model):
-            is_half = any(p.dtype is torch.bfloat16 for p in part.parameters())
-            engine, *_ = self._deepspeed.initialize(
-                model=part,
-                optimizer=optimizers[0],
-                config={**self._CONFIG, "bf16": {"enabled": is_half}},
-                dist_init_required=False,
-            )
-            self._engines.append(engine)
-            call_through(part, engine)
-            step_through(optimizers[0], engine)
+        is_half = any(p.dtype is torch.bfloat16 for p in model.parameters())
+        engine, *_ = self._deepspeed.initialize(
+            model=model,
+            optimizer=optimizers[0],
+            config={**self._CONFIG, "bf16": {"enabled": is_half}},
+            dist_init_required=False,
+        )
+        self._engines.append(engine)
+        if callable_parts(model) == [model]:  # else scripts call its parts, which have its hooks
+            call_through(model, engine)
+        step_through(optimizers[0], engine)
+        if len(self._engines) == 1:
+            self._stack.enter_context(backward_through(engine))
+        else:  # which of them a loss is of is not known here, and torch's backward does as well
+            self._stack.close()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -190,6 +198,11 @@ class DeepSpeed:
         parameters = [p for p in model.parameters() if hasattr(p, "ds_id")]
         return self._deepspeed.zero.GatheredParameters(parameters)  # type: ignore[no-any-return]
 
+    def clip(self, model: nn.Module, max_norm: float) -> Tensor:
+        for engine in self._engines:
+            engine.optimizer.clip_grad = max_norm  # as "gradient_clipping" in its configuration sets it
+        return torch.tensor(torch.nan)  # `engine.step` finds the norm
+
 
 _WAYS: dict[str, type[Ddp] | type[Fsdp2] | type[Accelerate] | type[DeepSpeed]] = {
     "DDP": Ddp,
@@ -202,7 +215,7 @@ PACKAGES = {"DDP": "torch", "FSDP2": "torch", "Accelerate": "accelerate", "DeepS
 JOINED = ("DDP", "Accelerate")  # which have a context for workers with unequal numbers of batches
 # ZeRO steps a float32 copy of parameters of any dtype, and Adam makes much of small differences of gradients
 # near zero: how far from plain torch's end such a rival may end, as a share of plain torch's way.
-SHARES = {"DeepSpeed ZeRO-3": 0.02}
+SHARES = {"DeepSpeed ZeRO-3": 0.03}
 # Files of these raise a rival's own refusals.
 SOURCES = ("torch/distributed/", "torch/nn/parallel/", "accelerate/", "deepspeed/")
 
@@ -262,6 +275,26 @@ def step_through(optimizer: Any, engine: Any) -> None:
     optimizer.step = MethodType(step, optimizer)  # schedulers look for a method
 
 
+@contextlib.contextmanager
+def backward_through(engine: Any) -> Iterator[None]:
+    """Have `loss.backward()` call the engine's, which calls torch's, within the `with` block."""
+    own, inside = Tensor.backward, False
+
+    def backward(loss: Tensor, *arguments: Any, **keywords: Any) -> None:
+        nonlocal inside
+        if inside or loss.dim() or arguments or keywords.keys() - {"retain_graph"}:
+            own(loss, *arguments, **keywords)  # type: ignore[no-untyped-call]
+            return
+        inside = True
+        try:
+            engine.backward(loss, retain_graph=bool(keywords.get("retain_graph")))
+        finally:
+            inside = False
+
+    with patch.object(Tensor, "backward", backward):
+        yield
+
+
 class Rival:
     """A session of a rival: what scripts call of Atoll's session."""
 
@@ -290,7 +323,7 @@ class Rival:
         return self._way.whole(model)
 
     def clip_grad_norm_(self, max_norm: float, model: nn.Module | None = None) -> Tensor:
-        return nn.utils.clip_grad_norm_((model or self._models[0]).parameters(), max_norm)
+        return self._way.clip(model or self._models[0], max_norm)
 
     def weight(self, samples: float, model: nn.Module | None = None) -> None:
         pass  # all workers count alike
@@ -329,6 +362,7 @@ class Rival:
         for name in ("init_process_group", "destroy_process_group"):  # a script's own: the group is there
             self._stack.enter_context(patch.object(dist, name, lambda *_, **__: None))
         self._way: Way = _WAYS[self._kind](self._options)
+        self._stack.callback(self._way.close)
         return self
 
     def __exit__(self, *_: object) -> None:
