@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import SGD
 
 from atoll.train.api.origin import Origin
-from atoll.train.api.scriptmodel import Given, LoopOverModels, one_module
+from atoll.train.api.scriptmodel import Given, ScriptLoop, one_module
 from atoll.train.data.batches import OtherBatches
 from atoll.train.data.passes import Passes
 
@@ -21,7 +21,7 @@ WITHOUT_BATCH = [frozenset[int](), frozenset[int](), "step"]
 
 @pytest.mark.parametrize("loop", [GAN, CRITIC_FIRST, WASSERSTEIN])
 def test_a_pass_ends_where_the_one_before_has_ended(loop: list[object]) -> None:
-    passes, said = LoopOverModels(), list[bool]()
+    passes, said = ScriptLoop(), list[bool]()
     for each in loop * 4:
         if isinstance(each, frozenset):
             said.append(passes.reduced(each))
@@ -33,7 +33,7 @@ def test_a_pass_ends_where_the_one_before_has_ended(loop: list[object]) -> None:
 
 
 def test_a_pass_without_a_batch_is_as_long_as_the_others() -> None:
-    passes, said = LoopOverModels(), list[bool]()
+    passes, said = ScriptLoop(), list[bool]()
     for each in [*GAN, *GAN, *WITHOUT_BATCH, *GAN]:
         if isinstance(each, frozenset):
             said.append(passes.reduced(each))
@@ -44,7 +44,7 @@ def test_a_pass_without_a_batch_is_as_long_as_the_others() -> None:
 
 def ends_of(passes: list[list[object]]) -> list[str]:
     """What is said of each pass's reductions: "e" for the last one of its pass, else "-"."""
-    loop, said = LoopOverModels(), list[str]()
+    loop, said = ScriptLoop(), list[str]()
     for each in passes:
         said.append("")
         for event in each:

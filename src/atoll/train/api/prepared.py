@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -41,7 +42,7 @@ from atoll.tensors.torch_compat import (
 )
 from atoll.train.api.agreement import check_same, describe
 from atoll.train.api.growth import Growth
-from atoll.train.api.scriptmodel import Given, LoopOverModels, ScriptModel, one_module
+from atoll.train.api.scriptmodel import Given, ScriptLoop, ScriptModel, one_module
 from atoll.train.api.stepset import StepSet
 from atoll.train.checkpoint.buffers import ModelBuffers
 from atoll.train.data.moredata import MoreData
@@ -69,6 +70,7 @@ _GRAPHS = (
     "gradients carry a graph (backward with create_graph=True): under budgets of memory such gradients and "
     "their graph stay on the device, outside the budgets, until optimizer.step() or zero_grad()"
 )
+_ONLY, _NONE = frozenset({0}), frozenset[int]()  # the models with new gradients, where there is only one
 _BEFORE = "make the change before session.prepare"
 _EDITED = (
     "all gradients were changed between a backward under no_sync and {}, {}; they are this worker's own, and "
@@ -157,7 +159,7 @@ class Prepared:
             self._unwatch_zeroing = watch_zeroing(self._note_zeros)
         self._others = not workers.alone
         self.models, self._more = [ScriptModel(each, more) for each in given], more
-        self._loop = LoopOverModels()
+        self._loop = ScriptLoop()
         self.mean_loss = MeanLoss(workers)
         self._came_in = -1  # the latest backward that left gradients
         self._closed = self._ready = False
@@ -258,7 +260,9 @@ class Prepared:
                 calls=Calls(
                     arm=self._gradient_came,
                     contribution=alone or self._contribution,
-                    whole=_as_it_is if alone is not None else self._whole,
+                    whole=self._whole,
+                    begins=lambda: self._loop.begins(self._new),
+                    left_out=self._left_out,
                     committed=self._committed,
                     leaving=backward.settle,
                     reduce=backward.reduce_before_step,
@@ -564,7 +568,10 @@ class Prepared:
         return ContributionWeight(weight, 0.0)
 
     def _whole(self, own: ContributionWeight) -> ContributionWeight:
-        """Return a contribution with the weight of each model, once all gradients have come."""
+        """Return a contribution, once all gradients have come: with the weight of each of several models."""
+        ends = self._loop.reduced(self._new)
+        if len(self.models) == 1:
+            return own if own.ends == ends else msgspec.structs.replace(own, ends=ends)
         found = [each.contribution(own.weight) if own.weight else (0.0, 0.0, KNOWN) for each in self.models]
         bases = [basis for each, (_, _, basis) in zip(self.models, found, strict=True) if each.has_new]
         return ContributionWeight(
@@ -576,8 +583,20 @@ class Prepared:
                 for each, (weight, samples, _) in zip(self.models, found, strict=True)
                 for _ in each.sets
             ),
-            ends=self._loop.reduced(frozenset(n for n, each in enumerate(self.models) if each.has_new)),
+            ends=ends,
         )
+
+    @property
+    def _new(self) -> frozenset[int]:
+        """The models, by their numbers, of which gradients have come that no reduction has seen."""
+        if len(self.models) == 1:
+            return _ONLY if self.reducer.unsent else _NONE
+        return frozenset(number for number, each in enumerate(self.models) if each.has_new)
+
+    def _left_out(self) -> None:
+        """Note that the script has dropped reduced gradients without a step."""
+        if len(self.models) == 1:
+            self._loop.stepped()
 
     def _committed(self, own: ContributionWeight, group_samples: float) -> float:
         self.mean_loss.reduced(own, alike=self.reducer.count_alike)
@@ -721,6 +740,8 @@ class Prepared:
             self._stepped.clear()
             if waiting <= self.reducer.passes:
                 self.reducer.sum.all_stepped()
+                if len(self.models) == 1:
+                    self._loop.stepped()
         model = self._model_of[number]
         self._steps.stepped(self, model, of)
         if model.unstepped:
@@ -796,10 +817,6 @@ def _watch(optimizer: torch.optim.Optimizer, chunks: Sequence[BoundChunk]) -> Gr
 
 
 def _nothing() -> None: ...
-
-
-def _as_it_is(own: ContributionWeight) -> ContributionWeight:
-    return own
 
 
 _Home: TypeAlias = tuple[Mapping[str, nn.Parameter | None], str, nn.Parameter, str]
