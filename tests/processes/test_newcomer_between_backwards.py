@@ -8,10 +8,10 @@ lack that mean, and its loop would be a backward behind those of the others.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from run_command import wait_for
@@ -38,24 +38,41 @@ def batch(who: int, step: int, part: int) -> Tensor:
     return torch.randn(2 + (who + part) % 3, 32, dtype=torch.float64, generator=made)
 
 
-def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-    net = model()
-    return net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+@dataclass(frozen=True)
+class Loop:
+    """A script's loop: the backwards of each step, and how often the second half of the model is stepped.
+
+    `seldom` 0: the model has one optimizer. Else the second one steps at the end of every so many steps, and leaves
+    its gradients to the next backward at the others.
+    """
+
+    parts: tuple[int, ...] = (2,) * STEPS
+    seldom: int = 0
+
+    def make(self) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+        net = model()
+        halves = (net[:6], net[6:]) if self.seldom else (net,)
+        return net, [torch.optim.SGD(half.parameters(), lr=0.1, momentum=0.9) for half in halves]
+
+    def step(self, step: int, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        for number, optimizer in enumerate(optimizers):
+            if number == 0 or (step + 1) % self.seldom == 0:
+                optimizer.step()
+                optimizer.zero_grad()
 
 
 def gradients(net: nn.Module) -> list[Tensor | None]:
     return [None if p.grad is None else p.grad.detach().clone() for p in net.parameters()]
 
 
-def script(session: atoll.Session, who: int, folder: Path, parts: Sequence[int], comes: int) -> dict[str, Any]:
-    """`parts` are the backwards of each step."""
-    net, optimizer = make()
-    session.prepare(net, optimizer)
+def script(session: atoll.Session, who: int, folder: Path, loop: Loop, comes: int) -> dict[str, Any]:
+    net, optimizers = loop.make()
+    session.prepare(net, optimizers)
     ring = session._runtime.ring
     seen: Seen = []
     first = session.resume()
     for step in range(first, STEPS):
-        for part in range(parts[step]):
+        for part in range(loop.parts[step]):
             if who != NEWCOMER and (step, part) == (COMES, comes):
                 (folder / f"waits-{who}").touch()
                 if ring is not None and not (folder / "shards").exists():
@@ -64,24 +81,23 @@ def script(session: atoll.Session, who: int, folder: Path, parts: Sequence[int],
                     wait_for((folder / "arrived").exists, "a newcomer", DEADLINE)
             net(batch(who, step, part)).square().mean().backward()
             seen.append((step, part, gradients(net)))
-        optimizer.step()
-        optimizer.zero_grad()
+        loop.step(step, optimizers)
     return {"seen": seen, "ends": [p.detach().clone() for p in net.parameters()]}
 
 
-def work(place: Place, address: str, kind: str, folder: Path, parts: Sequence[int], comes: int) -> dict[str, Any]:
+def work(place: Place, address: str, kind: str, folder: Path, loop: Loop, comes: int) -> dict[str, Any]:
     if place.rank == NEWCOMER:
         wait_for(lambda: all((folder / f"waits-{who}").exists() for who in (0, 1)), "the others", DEADLINE)
     with served_worker(address, place.rank):
-        return _train(KINDS[kind], None, script, (place.rank, folder, parts, comes))
+        return _train(KINDS[kind], None, script, (place.rank, folder, loop, comes))
 
 
-def check(found: list[dict[str, Any]], parts: Sequence[int]) -> int:
+def check(found: list[dict[str, Any]], loop: Loop) -> int:
     """Compare with plain torch on the same batches; return the newcomer's first step."""
-    net, optimizer = make()
+    net, optimizers = loop.make()
     by_worker = [{(step, part): grads for step, part, grads in each["seen"]} for each in found]
     for step in range(STEPS):
-        for part in range(parts[step]):
+        for part in range(loop.parts[step]):
             there = [who for who, seen in enumerate(by_worker) if (step, part) in seen]
             batches = {who: batch(who, step, part) for who in there}
             samples = sum(map(len, batches.values()))
@@ -90,8 +106,7 @@ def check(found: list[dict[str, Any]], parts: Sequence[int]) -> int:
             for who in there:
                 for now, then in zip(by_worker[who][step, part], gradients(net), strict=True):
                     torch.testing.assert_close(now, then, rtol=0, atol=1e-12, msg=f"{who} at {step}, {part}")
-        optimizer.step()
-        optimizer.zero_grad()
+        loop.step(step, optimizers)
     for each in found:
         for now, then in zip(each["ends"], net.parameters(), strict=True):
             torch.testing.assert_close(now, then.detach(), rtol=0, atol=1e-12)
@@ -99,7 +114,7 @@ def check(found: list[dict[str, Any]], parts: Sequence[int]) -> int:
 
 
 def run(
-    pool: WorkerPool, folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, parts: Sequence[int], comes: int
+    pool: WorkerPool, folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, loop: Loop, comes: int
 ) -> int:
     arrive = LogKeeper.handle_arrive
 
@@ -114,9 +129,9 @@ def run(
     if shards:
         (folder / "shards").touch()
     with ServedRun(workers=2, shards=shards) as served:
-        found = pool.run(work, served.address, kind, folder, parts, comes, world=3)
+        found = pool.run(work, served.address, kind, folder, loop, comes, world=3)
     assert served.failures == []
-    return check(found, parts)
+    return check(found, loop)
 
 
 @pytest.mark.parametrize("comes", [0, 1])
@@ -124,4 +139,21 @@ def run(
 def test_a_newcomer_begins_with_the_first_of_two_backwards(
     pool: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, comes: int
 ) -> None:
-    assert run(pool, tmp_path, monkeypatch, kind, [2] * STEPS, comes) == COMES + 1
+    assert run(pool, tmp_path, monkeypatch, kind, Loop(), comes) == COMES + 1
+
+
+@pytest.mark.parametrize("kind", ["server", "ps-hra", "elastic"])
+def test_a_newcomer_whose_entering_was_foreseen_waits_where_one_more_backward_comes(
+    pool: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Steps 0 and 1 have one backward, so all members expect the newcomer after the first one of step 2."""
+    first = run(pool, tmp_path, monkeypatch, kind, Loop((1, 1, 2, 2, 1, 2, 1)), 0)
+    assert first == (COMES + 1 if kind == "elastic" else COMES + 2)
+
+
+@pytest.mark.parametrize("kind", ["server", "server tiers", "ps-hra", "elastic"])
+def test_a_newcomer_waits_for_the_optimizer_that_steps_more_seldom(
+    pool: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The gradients of step 2 are left to the second optimizer's step, at the end of step 3."""
+    assert run(pool, tmp_path, monkeypatch, kind, Loop((1,) * STEPS, seldom=2), 0) == COMES + 2
