@@ -1,4 +1,4 @@
-"""The script's models that train as one: their module, and the passes of the script's loop over them."""
+"""The script's models that train as one: their module; and the passes of the script's loop."""
 
 from __future__ import annotations
 
@@ -40,6 +40,30 @@ def test_a_pass_without_a_batch_is_as_long_as_the_others() -> None:
         else:
             passes.stepped()
     assert said == [False, False, *([False, True] * 3)]
+
+
+ONE = frozenset({0})
+TWICE = [ONE, ONE, "step"]  # two backwards before a step; or an optimizer that steps every second time
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_with_one_model_a_pass_has_the_backwards_whose_gradients_add_up(times: int) -> None:
+    loop = ScriptLoop()
+    for turn in range(4):
+        for part in range(times):
+            assert loop.begins(ONE) == (part == 0)
+            assert loop.reduced(ONE) == (turn > 0 and part == times - 1)
+        loop.stepped()
+
+
+def test_who_had_no_batch_as_its_loop_began_keeps_nobody_out() -> None:
+    loop = ScriptLoop()
+    for each in [frozenset[int](), *TWICE, *TWICE]:
+        if isinstance(each, frozenset):
+            assert loop.begins(each)
+            loop.reduced(each)
+        else:
+            loop.stepped()
 
 
 def ends_of(passes: list[list[object]]) -> list[str]:
