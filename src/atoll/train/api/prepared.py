@@ -261,7 +261,7 @@ class Prepared:
                     arm=self._gradient_came,
                     contribution=alone or self._contribution,
                     whole=self._whole,
-                    begins=lambda: self._loop.begins(self._new),
+                    begins=lambda: len(self.models) > 1 or self._loop.begins(self._new),
                     left_out=self._left_out,
                     committed=self._committed,
                     leaving=backward.settle,
