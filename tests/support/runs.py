@@ -112,7 +112,7 @@ def run_with(
 def alone(script: Callable[..., Any], *arguments: Any, tiers: bool = False) -> Any:
     """Run the script on a single worker in this process; returns its result."""
     config = _config("ring", memory=_BUDGET) if tiers else _config("ring")
-    return _train(config, Place(), script, arguments)
+    return train_at(config, Place(), script, arguments)
 
 
 def model(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -126,10 +126,11 @@ def _join(place: Place, config: Config, address: str, script: Callable[..., Any]
     with ExitStack() as stack:
         if address:
             stack.enter_context(served_worker(address, place.rank))
-        return _train(config, None if address else place, script, arguments)
+        return train_at(config, None if address else place, script, arguments)
 
 
-def _train(config: Config, place: Place | None, script: Callable[..., Any], arguments: Any) -> Any:
+def train_at(config: Config, place: Place | None, script: Callable[..., Any], arguments: Any) -> Any:
+    """Join the run that this process belongs to, and return the result of `script(session, *arguments)`."""
     known = rates() if config.memory.is_given else None
     with ExitStack() as stack:
         if known is not None:  # they are not measured anew

@@ -139,6 +139,32 @@ def test_a_newcomer_waits_for_the_end_of_a_pass_of_the_scripts_loop() -> None:
         assert any(isinstance(entry, Joined) for entry in outcome.entries) == ends
 
 
+def test_a_newcomer_waits_on_where_the_step_before_is_left_out() -> None:
+    """A backward without a step before it adds to the mean, which the newcomer would lack."""
+    log = log_of("bsp")
+    log.handle_join(2, 9)
+    for iteration, accepted in enumerate((False, True)):
+        for worker in (0, 1):
+            contribute(log, worker, worker + 1, iteration)
+        told = log.handle_commit(0, commit(1, iteration))  # asked again
+        assert entering(told) == [[2]]
+        for worker in (0, 1):
+            outcome = log.handle_step(worker, say(worker + 1, iteration, accepted=accepted))
+        assert any(isinstance(entry, Joined) for entry in outcome.entries) == accepted
+    assert set(log.live) == {0, 1, 2}
+
+
+def test_a_newcomer_enters_where_all_have_died_before_they_stepped() -> None:
+    log = log_of("bsp")
+    log.handle_join(2, 9)
+    for worker in (0, 1):
+        contribute(log, worker, worker + 1, 0)
+    for worker in (0, 1):
+        outcome = log.handle_fence(worker, worker + 1)
+    assert any(isinstance(entry, Joined) for entry in outcome.entries)
+    assert set(log.live) == {2}
+
+
 @pytest.mark.parametrize("basis", [KNOWN, NONE])
 def test_the_log_says_how_much_each_optimizers_gradients_weigh(basis: str) -> None:
     log = log_of("bsp", optimizers=2)

@@ -1,4 +1,4 @@
-"""The script's models that train as one: their module, and the passes of the script's loop over them."""
+"""The script's models that train as one: their module; and the passes of the script's loop."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 from torch.optim import SGD
 
-from atoll.train.api.jointmodels import LoopOverModels, one_module
+from atoll.train.api.jointmodels import ScriptLoop, one_module
 from atoll.train.api.origin import Origin
 from atoll.train.api.scriptmodel import Given
 from atoll.train.data.batches import OtherBatches
@@ -22,7 +22,7 @@ WITHOUT_BATCH = [frozenset[int](), frozenset[int](), "step"]
 
 @pytest.mark.parametrize("loop", [GAN, CRITIC_FIRST, WASSERSTEIN])
 def test_a_pass_ends_where_the_one_before_has_ended(loop: list[object]) -> None:
-    passes, said = LoopOverModels(), list[bool]()
+    passes, said = ScriptLoop(), list[bool]()
     for each in loop * 4:
         if isinstance(each, frozenset):
             said.append(passes.reduced(each))
@@ -34,7 +34,7 @@ def test_a_pass_ends_where_the_one_before_has_ended(loop: list[object]) -> None:
 
 
 def test_a_pass_without_a_batch_is_as_long_as_the_others() -> None:
-    passes, said = LoopOverModels(), list[bool]()
+    passes, said = ScriptLoop(), list[bool]()
     for each in [*GAN, *GAN, *WITHOUT_BATCH, *GAN]:
         if isinstance(each, frozenset):
             said.append(passes.reduced(each))
@@ -43,9 +43,33 @@ def test_a_pass_without_a_batch_is_as_long_as_the_others() -> None:
     assert said == [False, False, *([False, True] * 3)]
 
 
+ONE = frozenset({0})
+TWICE = [ONE, ONE, "step"]  # two backwards before a step; or an optimizer that steps every second time
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_with_one_model_a_pass_has_the_backwards_whose_gradients_add_up(times: int) -> None:
+    loop = ScriptLoop()
+    for turn in range(4):
+        for part in range(times):
+            assert loop.begins(ONE) == (part == 0)
+            assert loop.reduced(ONE) == (turn > 0 and part == times - 1)
+        loop.stepped()
+
+
+def test_who_had_no_batch_as_its_loop_began_keeps_nobody_out() -> None:
+    loop = ScriptLoop()
+    for each in [frozenset[int](), *TWICE, *TWICE]:
+        if isinstance(each, frozenset):
+            assert loop.begins(each)
+            loop.reduced(each)
+        else:
+            loop.stepped()
+
+
 def ends_of(passes: list[list[object]]) -> list[str]:
     """What is said of each pass's reductions: "e" for the last one of its pass, else "-"."""
-    loop, said = LoopOverModels(), list[str]()
+    loop, said = ScriptLoop(), list[str]()
     for each in passes:
         said.append("")
         for event in each:

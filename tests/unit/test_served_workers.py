@@ -15,7 +15,7 @@ from atoll.train.members.entering import ServedEntrance
 from atoll.train.members.logmeeting import MEETING, LogMeeting
 from atoll.train.members.workers import Workers
 from atoll.train.sync.servedmodels import ServedModels
-from atoll.wire.messages import Committed, Meet, Met
+from atoll.wire.messages import Committed, Meet, Met, WantState
 
 
 def of_rank(rank: int, site: str = "", *, elastic: bool = False) -> tuple[Workers, ServedEntrance, list[int]]:
@@ -119,3 +119,24 @@ def test_at_a_site_its_own_workers_are_not_all() -> None:
     workers, entrance, _ = of_rank(2, site="paris")
     entrance.told(Committed(iteration=3, workers=[2]))
     assert not workers.is_first
+
+
+def test_a_newcomer_is_given_nothing_where_gradients_are_added_to_those_before() -> None:
+    """Which it would lack. It learns why, and the worker goes on."""
+    _, entrance, _ = of_rank(0, elastic=True)
+    state, send = entrance._state.capture, entrance._shards.send  # type: ignore[attr-defined]
+    state.return_value = b"state"
+    want = WantState(iteration=4, worker=2, life=9)
+    entrance.boundary(4, begins=False)
+    entrance._handle_want(0, want, None)
+    (_, give, payload), _ = send.call_args
+    assert (give.worker, give.life) == (2, 9)
+    assert "go on with gradients of an earlier backward" in give.refused
+    assert bytes(payload) == b""
+    entrance.over()
+    entrance._handle_want(0, want, None)
+    entrance.boundary(5, begins=True)
+    (_, give, payload), _ = send.call_args
+    assert give.refused == ""
+    assert bytes(payload) == b"state"
+    assert send.call_count == 2

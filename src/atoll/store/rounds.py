@@ -38,7 +38,7 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
         fresh: workers that joined in this iteration. They lack what the others' scripts have written into
             parameters since the step before.
         entering: workers that enter with the next iteration. They are fixed when this one is combined, so
-            that all its members are told the same.
+            that all its members are told the same. If its step is left out, they wait on.
         told: the latest answer, which a worker that lost it is given again.
     """
 
@@ -329,6 +329,8 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
             )
         )
         self.iteration += 1
+        if speakers and not said.accepted:
+            self.entering = {}  # the gradients may be left, and added to: newcomers would lack them
         self.stays, self.said = said.stays, {}
         if not self.stays:
             self.combined, self.members = [], {}

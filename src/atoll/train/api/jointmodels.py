@@ -15,20 +15,15 @@ from atoll.train.api.scriptmodel import Given, ScriptModel
 from atoll.train.data.moredata import MoreData
 from atoll.train.gradients.samples import ContributionWeight
 
-_REMEMBERED = 32  # passes of a loop over several models, of which the longest counts
+_REMEMBERED = 32  # passes of a script's loop, of which the longest counts
 
 
 class JointContribution:
-    """A worker's contribution to an iteration of several models that train as one.
-
-    Attributes:
-        loop: the script's loop over the models.
-    """
+    """A worker's contribution to an iteration of several models that train as one."""
 
     def __init__(self, models: Sequence[ScriptModel], more: MoreData) -> None:
         """Weigh `models`. Batches that `more` says are repeated weigh nothing."""
         self._models, self._more = models, more
-        self.loop = LoopOverModels()
 
     def contribution(self, has_gradient: bool) -> ContributionWeight:
         """Return a contribution by the largest weight that a backward has shown so far; see `whole`."""
@@ -44,8 +39,9 @@ class JointContribution:
             weight = max((1.0 if each is None else each for each in known), default=1.0)
         return ContributionWeight(weight, 0.0)
 
-    def whole(self, own: ContributionWeight) -> ContributionWeight:
-        """Return a contribution with the weight of each model, once all gradients have come."""
+    def whole(self, own: ContributionWeight, ends: bool) -> ContributionWeight:
+        """Return a contribution with the weight of each model, once all gradients have come. `ends`: it is
+        foreseen to end a pass of the script's loop."""
         models = self._models
         found = [each.contribution(own.weight) if own.weight else (0.0, 0.0, KNOWN) for each in models]
         bases = [basis for each, (_, _, basis) in zip(models, found, strict=True) if each.has_new]
@@ -58,23 +54,27 @@ class JointContribution:
                 for each, (weight, samples, _) in zip(models, found, strict=True)
                 for _ in each.sets
             ),
-            ends=self.loop.reduced(frozenset(n for n, each in enumerate(models) if each.has_new)),
+            ends=ends,
         )
 
 
-class LoopOverModels:
-    """The passes of a script's loop over several models.
+class ScriptLoop:
+    """The passes of a script's loop: the reductions that belong together. A newcomer may enter between two
+    passes.
 
     A pass begins with gradients of the models with which the first one began, once the first model has
-    stepped. Where it ends can only be foreseen: after as many reductions as the longest of the latest passes
-    had, as a pass may be longer now and then (a step of regularisation in every fourth one). Shorter ones
-    have no end that is foreseen. A worker that had no batch as its first pass began knows no beginning, and
-    foresees nothing.
+    stepped. With a single model, a pass has the reductions whose gradients add up: several backwards before a
+    step, or those until the last of several optimizers has stepped.
+
+    Where a pass ends can only be foreseen: after as many reductions as the longest of the latest passes had,
+    as a pass may be longer now and then (a step of regularisation in every fourth one). Shorter ones have no
+    end that is foreseen. A worker that had no batch as its first pass began knows no beginning, and foresees
+    nothing.
     """
 
     def __init__(self) -> None:
         self._begins_with: frozenset[int] | None = None  # None: before the first reduction
-        self._has_stepped = False  # the first model, in this pass
+        self._has_stepped = False  # the first model, or all optimizers of a single one, in this pass
         self._at = 0  # reductions in this pass so far
         self._lengths: deque[int] = deque(maxlen=_REMEMBERED)  # of the passes before
 
@@ -83,15 +83,22 @@ class LoopOverModels:
         return True if it is foreseen to be the last one of its pass."""
         if self._begins_with is None:
             self._begins_with = new
-        begins = new == self._begins_with if new else self._at == max(self._lengths, default=0)
-        if self._begins_with and self._has_stepped and begins:
+        elif self._begins_with and self.begins(new):
             self._lengths.append(self._at)
             self._at, self._has_stepped = 0, False
         self._at += 1
         return self._at == max(self._lengths, default=0)
 
+    def begins(self, new: frozenset[int]) -> bool:
+        """True if a reduction to which this worker brings gradients of the models `new` begins a pass, or if
+        this worker cannot know."""
+        if not self._begins_with:
+            return True
+        may = new == self._begins_with if new else self._at == max(self._lengths, default=0)
+        return self._has_stepped and may
+
     def stepped(self) -> None:
-        """Note a step of the first model."""
+        """Note a step of the first model; with a single one, that no reduced gradients are left to step."""
         self._has_stepped = True
 
 

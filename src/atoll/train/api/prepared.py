@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -35,7 +36,7 @@ from atoll.tensors.torch_scaling import (
 )
 from atoll.train.api.agreement import check_same, describe
 from atoll.train.api.forwardwatch import ForwardWatch
-from atoll.train.api.jointmodels import JointContribution, one_module
+from atoll.train.api.jointmodels import JointContribution, ScriptLoop, one_module
 from atoll.train.api.parametercheck import ParameterCheck
 from atoll.train.api.scriptmodel import Given, ScriptModel
 from atoll.train.api.stepset import StepSet
@@ -64,6 +65,7 @@ _GRAPHS = (
     "gradients carry a graph (backward with create_graph=True): under budgets of memory such gradients and "
     "their graph stay on the device, outside the budgets, until optimizer.step() or zero_grad()"
 )
+_ONLY, _NONE = frozenset({0}), frozenset[int]()  # the models with new gradients, where there is only one
 _EDITED = (
     "all gradients were changed between a backward under no_sync and {}, {}; they are this worker's own, and "
     "the mean of clipped gradients is not the clipped mean: to clip, call session.clip_grad_norm_ after the "
@@ -152,6 +154,7 @@ class Prepared:
         self._others = not workers.alone
         self.models = [ScriptModel(each, more, backward) for each in given]
         self._joint = JointContribution(self.models, more) if len(self.models) > 1 else None
+        self._loop = ScriptLoop()
         self.mean_loss = MeanLoss(workers)
         self._closed = self._ready = False
         self._sync_norms: list[SyncNorms] = []
@@ -251,7 +254,9 @@ class Prepared:
                 calls=Calls(
                     arm=self.models[0].gradient_came if self._joint is None else backward.arm,
                     contribution=(self._joint or self.models[0].samples).contribution,
-                    whole=_as_it_is if self._joint is None else self._joint.whole,
+                    whole=self._whole,
+                    begins=lambda: self._joint is not None or self._loop.begins(self._new),
+                    left_out=self._left_out,
                     committed=self._committed,
                     leaving=backward.settle,
                     reduce=backward.reduce_before_step,
@@ -425,6 +430,25 @@ class Prepared:
             how = how if line else "as torch.nn.utils.clip_grad_norm_ does"
             self._tells.warn_once("edits under no_sync", _EDITED.format(until, how))
 
+    def _whole(self, own: ContributionWeight) -> ContributionWeight:
+        """Return a contribution, once all gradients have come: with the weight of each of several models."""
+        ends = self._loop.reduced(self._new)
+        if self._joint is not None:
+            return self._joint.whole(own, ends)
+        return own if own.ends == ends else msgspec.structs.replace(own, ends=ends)
+
+    @property
+    def _new(self) -> frozenset[int]:
+        """The models, by their numbers, of which gradients have come that no reduction has seen."""
+        if self._joint is None:
+            return _ONLY if self.reducer.phase.unsent else _NONE
+        return frozenset(number for number, each in enumerate(self.models) if each.has_new)
+
+    def _left_out(self) -> None:
+        """Note that the script has dropped reduced gradients without a step."""
+        if self._joint is None:
+            self._loop.stepped()
+
     def _committed(self, own: ContributionWeight, group_samples: float) -> float:
         self.mean_loss.reduced(own, alike=self.reducer.count_alike)
         repeats = False
@@ -553,6 +577,8 @@ class Prepared:
             self._stepped.clear()
             if waiting <= self.reducer.passes:
                 self.reducer.sum.all_stepped()
+                if len(self.models) == 1:
+                    self._loop.stepped()
         model = self._model_of[number]
         self._steps.stepped(self, model, of)
         if model.unstepped:
@@ -560,7 +586,7 @@ class Prepared:
             model.steps_made += 1
             model.samples.reset()
         if number == 0 and self._joint is not None:
-            self._joint.loop.stepped()
+            self._loop.stepped()
         of.own_samples, of.follows = 0.0, False
 
 
@@ -628,10 +654,6 @@ def _watch(optimizer: torch.optim.Optimizer, chunks: Sequence[BoundChunk]) -> Gr
 
 
 def _nothing() -> None: ...
-
-
-def _as_it_is(own: ContributionWeight) -> ContributionWeight:
-    return own
 
 
 def _to_device(module: nn.Module, parameters: Mapping[str, nn.Parameter], device: torch.device) -> None:

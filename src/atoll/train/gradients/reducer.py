@@ -77,6 +77,9 @@ class Calls:
         committed: called with this worker's contribution and the group's number of samples when the iteration
             is whole; returns the number to count, 0 for samples that the same step has counted before.
         leaving: called before gradients leave.
+        begins: returns True if the reduction under way begins a pass of the script's loop: its gradients are
+            added to none that was reduced before.
+        left_out: called if the script has dropped reduced gradients without a step.
         dropped: called if hooks of the script have left no gradient of a backward.
         edited: called if the script has changed all gradients between two backwards that come before one
             reduction.
@@ -97,6 +100,8 @@ class Calls:
     committed: Callable[[ContributionWeight, float], float]
     leaving: Callable[[], None]
     whole: Callable[[ContributionWeight], ContributionWeight] = lambda own: own
+    begins: Callable[[], bool] = lambda: True
+    left_out: Callable[[], None] = lambda: None
     dropped: Callable[[], None] = lambda: None
     edited: Callable[[], None] = lambda: None
     reduce: Callable[[Reducer], None] = lambda reducer: reducer.reduce()

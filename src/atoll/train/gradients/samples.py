@@ -26,7 +26,7 @@ class ContributionWeight(msgspec.Struct, frozen=True, gc=False):
         alike: the weight if all workers count alike: the number of workers behind the contribution.
         by_optimizer: for each optimizer the weight and the samples of its model, if several models train
             together; else empty.
-        ends: False if a pass of the script's loop over several models goes on with the next iteration.
+        ends: False if a pass of the script's loop goes on with the next iteration, as far as is foreseen.
     """
 
     weight: float

@@ -24,6 +24,10 @@ from atoll.wire.messages import AnyMessage, Arrive, Committed, GiveState, WantSt
 
 ENTERING = "entering"  # the name of a newcomer's messages, which are sent again until answered
 _NEVER = 2**53  # later than any iteration
+_IN_PASS = (
+    "the other workers' scripts go on with gradients of an earlier backward, which a worker that enters now "
+    "would lack; start this worker again: it can enter where all gradients begin anew"
+)
 
 
 class Entrance(Protocol):
@@ -104,6 +108,7 @@ class ServedEntrance:
         self._worker = attendance.place.rank
         self._members: list[int] = []  # the members' ranks in order; empty while unknown
         self._at: int | None = None  # the iteration that begins at this boundary; None: no boundary
+        self._begins = True  # False: that iteration's gradients are added to those of the iteration before
         self._wanted: list[WantState] = []
         self._given: tuple[GiveState, memoryview | None] | None = None
         shards.on(WantState, self._handle_want)
@@ -164,13 +169,13 @@ class ServedEntrance:
 
     # Letting others in
 
-    def boundary(self, iteration: int) -> None:
+    def boundary(self, iteration: int, *, begins: bool) -> None:
         if self.late:
             raise UserError(
                 "this worker comes late: the run is under way; call session.resume() before the loop, after "
                 "session.prepare and all that it puts back (schedulers, samplers, session.register)"
             )
-        self._at = iteration
+        self._at, self._begins = iteration, begins
         self._answer()
 
     def over(self) -> None:
@@ -178,7 +183,7 @@ class ServedEntrance:
 
     def ending(self) -> None:
         """Note that this worker has made all its iterations: from now on any time is a boundary."""
-        self._at = _NEVER
+        self._at, self._begins = _NEVER, True
         self._answer()
 
     def _handle_want(self, _shard: int, message: AnyMessage, _payload: memoryview | None) -> None:
@@ -198,6 +203,8 @@ class ServedEntrance:
         self._wanted = [want for want in self._wanted if want not in due]
         refused, payload = "", memoryview(b"")
         try:
+            if synchronous and not self._begins:
+                raise CheckpointError(_IN_PASS)
             payload = memoryview(self._state.capture(self._fixed))
         except CheckpointError as error:  # the newcomer raises it; this worker goes on
             refused = str(error)[:4000]

@@ -27,9 +27,9 @@ class IterationMembers(Protocol):
     """The members of each iteration: newcomers enter between two iterations, and the members are notified of
     changes."""
 
-    def boundary(self, iteration: int) -> None:
+    def boundary(self, iteration: int, *, begins: bool) -> None:
         """Note that `iteration` is computed, and nothing of its exchange was committed: newcomers may take
-        the state.
+        the state if it `begins` a pass of the script's loop.
 
         Raises UserError if this worker has yet to enter the run.
         """

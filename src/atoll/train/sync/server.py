@@ -193,7 +193,7 @@ class Server(Reducer):
         self._check_forward()
         report = [] if self._shares is None else self._shares.report()
         self._speed = {self.connection.worker: report} if report else {}
-        self.connection.members.boundary(self.steps)
+        self.connection.members.boundary(self.steps, begins=self._calls.begins())
         if self.group is not None:
             self.group.begin(self._speed)
         super().reduce()
@@ -504,6 +504,8 @@ class MeanExchange(Server):
         The parameters stay unchanged: within backward, nothing may be written to them.
         """
         has_mean = self._store.has_mean()
+        if not has_mean:
+            self._calls.left_out()
         self.phase.reduced = False
         with self.parameters.dropping():
             self._make_step(accepted=False, hyperparameters=[], edited=[], turn=ALL, counted=has_mean)
