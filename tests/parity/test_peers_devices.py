@@ -57,7 +57,7 @@ def lives(place: Place, folder: str) -> dict[str, Any]:
     data = torch.arange(90.0).reshape(90, 1)
     config = Config(
         run=Run(strategy="peers"),
-        sync=Sync(timeout="60s", stale_max=4, global_batch=12),
+        sync=Sync(timeout="60s", stale_max=4, global_batch=12, least=2),
         groups=Groups(count=NODES),
     )
     found: dict[str, Any] = {"seen": []}
@@ -141,7 +141,7 @@ def weighs_and_deals_unlike(place: Place, nodes: int) -> dict[str, Any]:
     found: dict[str, Any] = {"weighed": [], "said": []}
     config = Config(
         run=Run(strategy="peers"),
-        sync=Sync(timeout="60s", stale_max=0, global_batch=12),
+        sync=Sync(timeout="60s", stale_max=0, global_batch=12, least=2),
         groups=Groups(count=nodes),
     )
     try:

@@ -191,7 +191,7 @@ def test_an_optimizers_state_that_is_loaded_is_not_read_before_it_is_brought() -
 
     for number, state in saved["state"].items():
         state["momentum_buffer"] = lazily(number, state["momentum_buffer"])
-    with lent.session._state.prepared[0].loading():
+    with lent.session._state.prepared[0].stepper.loading():
         lent.optimizer.load_state_dict(saved)
     assert reads == []
     assert lent.optimizer.param_groups[0]["lr"] == 0.25
@@ -309,7 +309,7 @@ def test_a_copy_under_way_has_ended_before_the_buffer_is_given_back(
     lent.side.publish(3, 3, values=2.0)
     exchange = lent.session._runtime.strategy.exchange  # type: ignore[union-attr]
     assert exchange is not None
-    exchange.go_on(3, 3)
+    exchange._coming.take(3, 3)
     assert waited_for.is_set()
     assert len(lent.side.of(Release)) == before + 1
     assert {v for p in lent.model.parameters() for v in p.flatten().tolist()} == {2.0}

@@ -577,7 +577,7 @@ class Prepared:
             self._stepped.clear()
             if waiting <= self.reducer.passes:
                 self.reducer.sum.all_stepped()
-                if len(self.models) == 1:
+                if self._others and self._joint is None:
                     self._loop.stepped()
         model = self._model_of[number]
         self._steps.stepped(self, model, of)
