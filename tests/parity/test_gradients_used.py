@@ -565,8 +565,76 @@ def scaled_in_pieces(session: atoll.Session | None) -> list[list[Tensor]]:
     return found
 
 
+def scaled(
+    session: atoll.Session | None, step: Callable[..., None], first: bool = True
+) -> list[list[Tensor]]:
+    """Node 1's scale is half of node 0's. `step(net, x, y, scaler)` makes a backward, and the script uses the
+    gradients before they are unscaled, those of the first step only with `first`."""
+    loop, found = Loop(session), []
+    scale = 1024.0 if session is None or session.rank == 0 else 512.0
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=100)
+    for loop.step in range(4):
+        x, y = batch(loop.step, 0)
+        if session is not None:
+            x, y = x[session.rank :: 2], y[session.rank :: 2]
+        step(loop.net, x, y, scaler)
+        if loop.step or first:
+            seen = loop.norm() / scale
+        else:
+            scaler.unscale_(loop.optimizer)
+            seen = loop.norm()
+        scaler.step(loop.optimizer)
+        scaler.update()
+        loop.optimizer.zero_grad()
+        found.append([*(p.detach().clone() for p in loop.parameters), seen])
+    return found
+
+
+def begun_at_a_cut(net: nn.Module, x: Tensor, y: Tensor, scaler: torch.amp.GradScaler) -> None:
+    out = net(x)
+    cut = out.detach().requires_grad_()
+    scaler.scale(mse_loss(cut, y)).backward()
+    out.backward(cut.grad)
+
+
+def given_a_gradient(net: nn.Module, x: Tensor, y: Tensor, scaler: torch.amp.GradScaler) -> None:
+    loss = mse_loss(net(x), y)
+    loss.backward(scaler.scale(torch.ones_like(loss)))
+
+
+def scaled_lazily(net: nn.Module, x: Tensor, y: Tensor, scaler: torch.amp.GradScaler) -> None:
+    losses = {"of labels": mse_loss(net(x), y), "of size": net(x).square().mean()}
+    sum(scaler.scale(losses.values())).backward()  # type: ignore[call-overload]
+
+
+def thrown_away_before(net: nn.Module, x: Tensor, y: Tensor, scaler: torch.amp.GradScaler) -> None:
+    scaler.scale(mse_loss(net(2 * x), y)).backward()
+    net.zero_grad()
+    scaler.scale(mse_loss(net(x), y)).backward()
+
+
 @pytest.mark.parametrize("kind", ["peers", "peers tiers"])
-@pytest.mark.parametrize("loop", [scales_differ, another_one_scales, scaled_in_pieces])
+@pytest.mark.parametrize("step", [begun_at_a_cut, given_a_gradient])
+def test_a_mean_by_a_scale_that_was_not_known_is_refused(
+    pool: WorkerPool, kind: str, step: Callable[..., None]
+) -> None:
+    """In the first step nothing tells the scale of a backward that does not begin at the scaled loss."""
+    with pytest.raises(
+        JobFailedError, match="for a scale of 1 in them, where the scaler divides by 1024; call"
+    ):
+        run_at(pool, kind, scaled, step)
+
+
+lazily = functools.partial(scaled, step=scaled_lazily)
+thrown_away = functools.partial(scaled, step=thrown_away_before)
+cut = functools.partial(scaled, step=begun_at_a_cut, first=False)
+given = functools.partial(scaled, step=given_a_gradient, first=False)
+
+
+@pytest.mark.parametrize("kind", ["peers", "peers tiers"])
+@pytest.mark.parametrize(
+    "loop", [scales_differ, another_one_scales, scaled_in_pieces, lazily, thrown_away, cut, given]
+)
 def test_gradients_have_one_mean_whatever_scale_is_in_them(
     pool: WorkerPool, kind: str, loop: Callable[..., list[list[Tensor]]]
 ) -> None:

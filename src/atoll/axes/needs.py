@@ -849,6 +849,12 @@ def _of_calls() -> Iterator[Need]:
             "{other} {its}; use it before optimizer.step(), or on every node",
         ),
         (
+            "scaled",
+            "p.grad was used before a GradScaler divided the gradients, and the mean was made for a scale of "
+            "{used} in them, where the scaler divides by {divided}; call scaler.unscale_(optimizer) before "
+            "p.grad is used, or begin the backward at scaler.scale(loss)",
+        ),
+        (
             "late",
             "a backward of step {step} ends after another node's script has used the mean of its gradients, "
             "from which this node's are missing; make the backward before the call (session.reduce, say) in "

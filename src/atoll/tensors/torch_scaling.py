@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, WeakKeyDictionary, WeakMethod, ref
@@ -37,6 +37,7 @@ _LEFT = ("grad_scale", "found_inf")
 
 # The factor by which each optimizer's gradients were multiplied, until `forget_scale`.
 _INVERSES: WeakKeyDictionary[torch.optim.Optimizer, Tensor] = WeakKeyDictionary()
+_SCALERS: WeakKeyDictionary[torch.optim.Optimizer, ReferenceType[torch.amp.GradScaler]] = WeakKeyDictionary()
 _any_scale = False  # an inverse was noted at least once
 _FIRST: WeakKeyDictionary[torch.optim.Optimizer, WeakMethod[Callable[[], None]]] = WeakKeyDictionary()
 _HAS_BATCH: WeakKeyDictionary[torch.optim.Optimizer, WeakMethod[Callable[[], bool]]] = WeakKeyDictionary()
@@ -155,12 +156,17 @@ _scaled_backward: ReferenceType[_ScaledBackward] | None = None  # the latest one
 @functools.wraps(_scale_outputs)
 def _scale_noted(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
     scaled = _scale_outputs(scaler, outputs)
-    if scaler.is_enabled():
-        of = ref(scaler)
-        for each in tree_leaves(scaled):
+    if not scaler.is_enabled():
+        return scaled
+    of = ref(scaler)
+
+    def hooked(part: Any) -> Any:
+        for each in tree_leaves(part):
             if isinstance(each, Tensor) and each.requires_grad:
                 each.register_hook(lambda _: _note_backward(of))  # type: ignore[no-untyped-call]
-    return scaled
+        return part
+
+    return map(hooked, scaled) if isinstance(scaled, Iterator) else hooked(scaled)
 
 
 def _note_backward(scaler: ReferenceType[torch.amp.GradScaler]) -> None:
@@ -172,8 +178,8 @@ def _note_backward(scaler: ReferenceType[torch.amp.GradScaler]) -> None:
 
 def scale_of_backward() -> Callable[[], float] | None:
     """Return a function that reads the scale of the GradScaler that has scaled the loss of the backward under
-    way, or of one around it; None if none has. Heard by a patch of the public `GradScaler.scale`
-    (`count_unscaling`)."""
+    way, or of an outer backward (a reentrant checkpoint); None if none has. Heard by a patch of the public
+    `GradScaler.scale` (`count_unscaling`)."""
     backward = None if _scaled_backward is None else _scaled_backward()
     return None if backward is None else functools.partial(_scale_now, backward.scaler)
 
@@ -193,7 +199,11 @@ def is_unscaling() -> bool:
 
 @functools.wraps(_scalers or count_unscaling)
 def _unscale_of(
-    scaler: object, optimizer: torch.optim.Optimizer, inverse_scale: Tensor, *more: Any, **named: Any
+    scaler: torch.amp.GradScaler,
+    optimizer: torch.optim.Optimizer,
+    inverse_scale: Tensor,
+    *more: Any,
+    **named: Any,
 ) -> Any:
     """Unscale an optimizer's gradients by the original method of GradScaler, and record the scale.
 
@@ -213,7 +223,15 @@ def _unscale_of(
         found = {inverse_scale.device: torch.zeros((), device=inverse_scale.device)}
     if isinstance(optimizer, torch.optim.Optimizer):  # not a script's wrapper, which is another object
         note_scale(optimizer, inverse_scale)
+        _SCALERS[optimizer] = ref(scaler)
     return found
+
+
+def scaler_of(optimizer: torch.optim.Optimizer) -> Callable[[], float] | None:
+    """Return a function that reads the scale of the GradScaler that has divided or checked the optimizer's
+    gradients since its last step; None if none has."""
+    held = _SCALERS.get(optimizer) if was_unscaled(optimizer) else None
+    return None if held is None else functools.partial(_scale_now, held)
 
 
 def before_unscaling(

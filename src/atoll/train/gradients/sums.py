@@ -1,7 +1,7 @@
 """A worker's gradients as autograd delivers them, and their sum over the worker's group.
 
-`Reducer` has one `GroupSum`. A worker that sums with nobody has `Own`. A worker whose gradients are kept
-elsewhere as they come has `AtEnd`. `train/gradients/ring.py` has the sum over a ring. Source:
+`Reducer` has one `GroupSum`. A worker that sums with nobody has `Own`, or `OwnAtEnd` if it acts at the end
+of each backward. A worker whose gradients are kept elsewhere as they come has `AtEnd`. `train/gradients/ring.py` has the sum over a ring. Source:
 docs/architecture.md, "The gradient".
 """
 
@@ -223,6 +223,7 @@ class Own(GroupSum):
 
 
 def _check_layouts(chunks: Iterable[BoundChunk]) -> None:
+    """Raise UserError if a gradient is sparse in a form that cannot be summed."""
     for bound in chunks:
         for name, parameter in zip(bound.names, bound.parameters, strict=True):
             gradient = parameter.grad
@@ -247,8 +248,8 @@ class AtEnd(GroupSum):
 
 
 class OwnAtEnd(AtEnd):
-    """The sum of a worker that sums with nobody, which uses the gradients at the end of a backward, whatever
-    forward that is of."""
+    """The sum of a worker that sums with nobody, which uses the gradients at the end of a backward, also of
+    one whose forward was not a call of the model."""
 
     def reduce(self, own: ContributionWeight) -> ContributionWeight:
         _check_layouts(self._chunks)

@@ -29,7 +29,6 @@ from atoll.tensors.binding import BoundChunk
 from atoll.tensors.remoteoptimizer import RemoteOptimizer
 from atoll.tensors.settings import Settings, settings_of
 from atoll.tensors.shardoptimizer import full_name, own_path
-from atoll.tensors.torch_scaling import was_unscaled
 from atoll.train.checkpoint.resume import TrainingState
 from atoll.train.data.peerssampler import PeerBatches, PeerSampler
 from atoll.train.gradients.reducer import Reducer
@@ -40,6 +39,7 @@ from atoll.train.sync.peersexchange import NodeParts, PeerExchange, said_in
 from atoll.train.sync.peersmean import NodesMean
 from atoll.train.sync.peersparameters import DeviceParameters, OnDevice
 from atoll.train.sync.peersring import DevicesExchange
+from atoll.train.sync.peersscale import GradientScale
 from atoll.train.sync.peersworker import NodeWorker
 from atoll.train.sync.strategies import Stepper, Training, message_bytes_for
 from atoll.wire.device import NO_STATE, Applied, Ready, SetUp, State, WantState
@@ -116,7 +116,7 @@ class Peers:
             self._returned,
             self._pace,
             self._tell,
-            partial(was_unscaled, training.optimizer),
+            GradientScale(training.optimizer),
             NodesMean(self._workers, self._worker, training.chunks),
         )
 

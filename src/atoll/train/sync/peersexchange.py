@@ -34,6 +34,7 @@ from atoll.train.gradients.sums import MakeSum, OwnAtEnd
 from atoll.train.gradients.watch import EditWatch
 from atoll.train.sync.peersmean import NodesMean, ReadMean
 from atoll.train.sync.peersparameters import DeviceParameters, LocalParameters, Slots
+from atoll.train.sync.peersscale import GradientScale
 from atoll.train.sync.peersworker import NodeWorker
 from atoll.wire.device import (
     NO_MORE,
@@ -88,7 +89,7 @@ class NodeParts:
         returned: takes the script's state, after the others went on without this node.
         pace: returns the seconds in which this device computes a sample; 0: not known.
         tell: prints a line for people.
-        unscaled: True if a GradScaler has divided this iteration's gradients.
+        scale: the scale of a GradScaler in this iteration's gradients.
         mean: makes the mean over the nodes, for a script that uses gradients.
     """
 
@@ -101,7 +102,7 @@ class NodeParts:
     returned: Callable[[bytes], None]
     pace: Callable[[], float]
     tell: Callable[[str], None]
-    unscaled: Callable[[], bool]
+    scale: GradientScale
     mean: NodesMean
 
 
@@ -133,7 +134,7 @@ class ScriptState:
             self.give(NO_MORE)
 
 
-class OwnGradients:
+class OwnGradientNotices:
     """Tells people once, by the first node, where what a script sees or changes is a node's own gradient."""
 
     def __init__(
@@ -141,9 +142,9 @@ class OwnGradients:
         edits: EditWatch,
         worker: NodeWorker,
         tell: Callable[[str], None],
-        unscaled: Callable[[], bool],
+        scale: GradientScale,
     ) -> None:
-        self._edits, self._worker, self._tell, self._unscaled = edits, worker, tell, unscaled
+        self._edits, self._worker, self._tell, self._scale = edits, worker, tell, scale
         self._is_noted = self._told_of_edits = self._told_of_sparse = False
 
     def note(self) -> None:
@@ -156,7 +157,7 @@ class OwnGradients:
         """Tell of the first change since `note`: the script steps."""
         if not self._is_noted:
             return
-        self._is_noted, name = False, self._edits.first_edited(self._unscaled())
+        self._is_noted, name = False, self._edits.first_edited(self._scale.is_out)
         if name:
             self._told_of_edits = True
             line = clipped_at()
@@ -263,15 +264,15 @@ class PeerExchange(Reducer):
     ) -> None:
         super().__init__(chunks, calls, make_sum)
         worker = self._worker = parts.worker
-        self._coding = parts.coding
+        self._coding, self._scale = parts.coding, parts.scale
         self._stale_max, self._overlaid = parts.stale_max, parts.overlaid
         self._returned, self._pace, self._tell = parts.returned, parts.pace, parts.tell
         self._place = parts.place
-        self._own_gradients = OwnGradients(EditWatch(chunks), worker, parts.tell, parts.unscaled)
+        self._own_gradients = OwnGradientNotices(EditWatch(chunks), worker, parts.tell, parts.scale)
         self.parameters = LocalParameters(parts.place, worker)
         self._slots = Slots(worker)
         self._mean = ReadMean(
-            parts.mean, parts.place, self.parameters, self._slots, worker.leads, parts.unscaled
+            parts.mean, parts.place, self.parameters, self._slots, worker.leads, parts.scale
         )
 
         def answer() -> bool:
@@ -433,6 +434,7 @@ class PeerExchange(Reducer):
     @torch.no_grad()
     def step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
         """Make the script's `optimizer.step()`: hand the contribution over, and go on with new parameters."""
+        self._scale.step()
         self._calls.leaving()
         began, waited = time.perf_counter(), self._worker.seconds_waited
         self.staleness = max(0, self.steps - self.parameters.taken)

@@ -10,7 +10,7 @@ in `p.grad`".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import msgspec
@@ -28,11 +28,11 @@ from atoll.core.weighing import KNOWN, are_certain, beyond, weight_of
 from atoll.memory.untilread import UntilRead
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.finite import is_finite
-from atoll.tensors.torch_scaling import scale_of_backward
 from atoll.train.gradients.samples import ContributionWeight
 from atoll.train.members.meetings import bytes_of
 from atoll.train.members.workers import Workers
 from atoll.train.sync.peersparameters import DeviceParameters, LocalParameters, Slots
+from atoll.train.sync.peersscale import GradientScale
 from atoll.train.sync.peersworker import NodeWorker
 from atoll.wire.device import Applied, Clip
 
@@ -251,15 +251,14 @@ class ReadMean:
         parameters: LocalParameters,
         slots: Slots,
         leads: bool,
-        unscaled: Callable[[], bool],
+        scale: GradientScale,
     ) -> None:
-        self._unscaled = unscaled
+        self._scale = scale
         self._nodes, self._place, self._parameters, self._slots = nodes, place, parameters, slots
         self._leads, self.is_here = leads, False
         self._until: UntilRead | None = None
         self._brought = Brought(-1)
         self._passed = (-1, 0)  # an iteration, and the reductions of it whose mean was made without this node
-        self._scale: Callable[[], float] = _no_scale
         self._clip: Clip | None = None
         self._is_closed = False
 
@@ -285,14 +284,12 @@ class ReadMean:
     def check_unwritten(self) -> None:
         """Raise UserError if the script has changed a hidden gradient, though not through `p.grad`."""
         waits = self._until is not None and self._until.waits
-        if waits and not self._brought.stepped and (name := self._place.first_written(self._unscaled())):
+        if waits and not self._brought.stepped and (name := self._place.first_written(self._scale.is_out)):
             check("call", Choices({"call": "p.grad", "gradients": "written", "name": name}))
 
     def begins_backward(self) -> None:
         """Show plain gradients: others come, and the mean of these cannot be had any more."""
-        scale = scale_of_backward()
-        if scale is not None or self._brought.stepped:
-            self._scale = scale or _no_scale
+        self._scale.begins_backward(is_first=self._brought.stepped or self._brought.iteration < 0)
         self._place.put_back()
         self._brought = msgspec.structs.replace(self._brought, is_whole=self._brought.stepped)
         self._drop()
@@ -315,13 +312,15 @@ class ReadMean:
         self._place.put_back()
         if self._until is not None:
             self._until.end()
-        self._brought, self._scale = Brought(-1), _no_scale
+        self._brought = Brought(-1)
+        self._scale.restart()
 
     def restart(self) -> None:
         """Forget this iteration's gradients: another one begins than the next."""
         self._place.put_back()
         self._drop()
-        self._brought, self._scale, self.is_here = Brought(-1), _no_scale, False
+        self._brought, self.is_here = Brought(-1), False
+        self._scale.restart()
 
     @contextmanager
     def plain(self) -> Iterator[None]:
@@ -425,12 +424,12 @@ class ReadMean:
         memory = self._parameters.memory
         assert memory is not None
         self._slots.await_free(brought.iteration, memory.plan.slots)
-        scale = 1.0 if self._unscaled() else self._scale()
+        scale = self._scale.use() if brought.weight > 0 else 1.0
         if not self._leads:
             return msgspec.structs.replace(brought, scale=scale)
         present = tuple(self._place.write(brought.iteration, brought.weight > 0))
         flats = self._slot(brought.iteration).values()
-        overflows = self._unscaled() and not all(map(is_finite, flats))
+        overflows = self._scale.is_out and not all(map(is_finite, flats))
         weight = 0.0 if overflows else brought.weight
         return msgspec.structs.replace(brought, scale=scale, present=present, weight=weight)
 
@@ -443,7 +442,3 @@ class ReadMean:
         """Clip the means in `p.grad` if the script has asked for it."""
         if self._clip is not None:
             torch.nn.utils.clip_grad_norm_(self._nodes.parameters, self._clip.max_norm, self._clip.norm_type)
-
-
-def _no_scale() -> float:
-    return 1.0
