@@ -1,8 +1,8 @@
 """A worker's gradients as autograd delivers them, and their sum over the worker's group.
 
 `Reducer` has one `GroupSum`. A worker that sums with nobody has `Own`, or `OwnAtEnd` if it acts at the end
-of each backward. A worker whose gradients are kept elsewhere as they come has `AtEnd`. `train/gradients/ring.py` has the sum over a ring. Source:
-docs/architecture.md, "The gradient".
+of each backward. A worker whose gradients are kept elsewhere as they come has `AtEnd`.
+`train/gradients/ring.py` has the sum over a ring. Source: docs/architecture.md, "The gradient".
 """
 
 from __future__ import annotations
