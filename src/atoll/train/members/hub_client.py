@@ -28,6 +28,7 @@ from atoll.wire.messages import (
     VERSION,
     AnyMessage,
     Beat,
+    Cut,
     Enter,
     Gather,
     Gathered,
@@ -336,6 +337,7 @@ class HubClient:
         wait: float | None = None,
         contributor: int = 0,
         block: int = 0,
+        cut: Cut | None = None,
     ) -> Leased:
         """Lease up to `count` positions of an epoch of `length` samples.
 
@@ -351,6 +353,7 @@ class HubClient:
             wait: seconds to ask again; None: until the timeout.
             contributor: of a group's member, the group (wire/messages.py: Lease).
             block: of a group's member, the block's number (wire/messages.py: Lease).
+            cut: of a group's member, the parts in which members take batches (wire/messages.py: Lease).
         """
         request = Lease(
             incarnation=self._incarnation,
@@ -360,6 +363,7 @@ class HubClient:
             count=count,
             contributor=contributor,
             block=block,
+            cut=cut,
         )
         start, pause = time.monotonic(), _ASK_AGAIN[0]
         while True:
