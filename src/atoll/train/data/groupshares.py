@@ -14,6 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
+from atoll.core.errors import RunError
 from atoll.groups.shares import Whole, are_held, cut_run, scaled
 from atoll.train.data.given import GivenBatches
 from atoll.train.data.sharereports import ShareReports
@@ -182,8 +183,14 @@ class GroupShares:
         """Yield this member's positions in each batch of a block that is `cut`.
 
         A member that gets none of a batch has a fill in its place: positions from 0 to minus the fill's size.
+        Raises RunError if the block is not for this member.
         """
         name = self._ring.place.name
+        if name not in cut.parts:
+            raise RunError(
+                f"worker {name} was given a block of epoch {leased.epoch} that is cut for workers "
+                f"{', '.join(map(str, cut.parts))}"
+            )
         for batch in cut_run(leased.start, leased.stop, cut.parts, cut.least):
             start, stop = batch[name]
             size = stop - start

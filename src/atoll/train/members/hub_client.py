@@ -390,12 +390,14 @@ class HubClient:
         request = msgspec.structs.replace(request, number=self._leases)
         leased = self._ask(request, Leased, what, number=self._leases)
         is_of_it = (leased.sampler, leased.epoch) == (request.sampler, request.epoch)
-        if not is_of_it or not leased.start <= leased.stop <= min(
-            request.length, leased.start + request.count
-        ):
+        most = request.count
+        if leased.cut is not None:  # then they are of batches
+            is_of_it = is_of_it and request.cut is not None
+            most *= max(1, sum(leased.cut.parts.values()))
+        if not is_of_it or not leased.start <= leased.stop <= min(request.length, leased.start + most):
             raise RunError(
                 f"hub at {self._address} leased samples {leased.start} to {leased.stop} of epoch "
-                f"{leased.epoch}, where up to {request.count} of the {request.length} of epoch "
+                f"{leased.epoch}, where up to {most} of the {request.length} of epoch "
                 f"{request.epoch} were asked for"
             )
         return leased
