@@ -41,10 +41,11 @@ _LATE_AT_SHARDS = Effect(SERVED, when="sync.consistency", values=("ssp", "asp"))
 _OF_GROUPS = Effect(("ps-hra",))
 _OF_PEERS = Effect(("peers",))
 _OF_RINGS = Effect(_RINGS)
-_TOGETHER = Effect((*_RINGS, *SERVED), when="sync.consistency", values=("bsp",))  # all make each iteration
+_DEALT: tuple[Strategy, ...] = (*_RINGS, *SERVED)
+_TOGETHER = Effect(_DEALT, when="sync.consistency", values=("bsp",))  # all make each iteration
 # In groups at their own pace members share their group's batches by speed, and in no other way:
-_PARTS = _TOGETHER._replace(besides=("ps-hra",), given="auto")
-_BY_SPEED = _TOGETHER._replace(strategies=(*_TOGETHER.strategies, "peers"), besides=("ps-hra",))
+_PARTS = Effect(_DEALT, when="sync.consistency", values=("bsp",), besides=("ps-hra",), given="auto")
+_BY_SPEED = Effect((*_DEALT, "peers"), when="sync.consistency", values=("bsp",), besides=("ps-hra",))
 _LOSSY = Effect(SERVED, when="link.transport", values=("ltp",))
 
 # Under a strategy of another package these keys act as under `server`, all others as under `hierarchical`.
