@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from atoll.core.errors import UserError
-from atoll.store.blocks import MOST_BLOCKS, Blocks, BlockState, EpochBlocks
+from atoll.store.blocks import MOST_BATCHES, MOST_BLOCKS, Blocks, BlockState, EpochBlocks
 from atoll.store.leases import Leases
 from atoll.wire.messages import Cut, Lease, Leased, Used
 
@@ -148,3 +148,5 @@ def test_the_first_asker_s_parts_hold_for_all_who_live() -> None:
     assert [ask(blocks, worker, 2, (0, 5), count=2, cut=cut).stop for worker in (0, 5)] == [30, 30]
     blocks = Blocks(Leases())
     assert ask(blocks, 0, 1, count=2, cut=Cut({0: 0, 2: 0, 5: 0})).stop == 2  # nonsense ends nothing
+    blocks = Blocks(Leases())
+    assert ask(blocks, 0, 1, count=2**50, length=2**50, cut=Cut({0: 1})).stop == MOST_BATCHES

@@ -16,6 +16,7 @@ from atoll.core.errors import UserError
 from atoll.store.leases import Key, Leases
 from atoll.wire.messages import Cut, Lease, Leased
 
+MOST_BATCHES = 64  # in a block of unlike parts
 MOST_BLOCKS = 1024  # of an epoch: how far a group's fastest member may be ahead of its slowest
 
 
@@ -117,8 +118,10 @@ class Blocks:
         if cut is not None:
             members = [member for member in members if member in cut.parts]
             cut = Cut({member: cut.parts[member] for member in sorted(members)}, cut.least)
-        samples = len(members) if cut is None else max(1, sum(cut.parts.values()))
-        whole = msgspec.structs.replace(lease, count=lease.count * samples, number=0)
+        count = lease.count * len(members)
+        if cut is not None:
+            count = min(lease.count, MOST_BATCHES) * max(1, sum(cut.parts.values()))
+        whole = msgspec.structs.replace(lease, count=count, number=0)
         leased = self._leases.handle_lease(*key, whole)
         if leased.start == leased.stop and not leased.over and lease.patient:
             return None
