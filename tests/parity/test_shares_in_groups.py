@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, Literal
 
@@ -50,9 +50,9 @@ def dataset() -> TensorDataset:
     return TensorDataset(inputs, torch.randint(5, (LENGTH,), generator=generator), torch.arange(LENGTH))
 
 
-def make(norm: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    layers = [nn.Linear(7, 24), nn.BatchNorm1d(24) if norm else nn.Tanh(), nn.Linear(24, 5)]
+    layers = [nn.Linear(7, 24), nn.Tanh(), nn.Linear(24, 5)]
     model = nn.Sequential(*layers).double()
     return model, torch.optim.SGD(model.parameters(), lr=RATE)
 
@@ -72,7 +72,6 @@ def train(
     slower: tuple[float, ...],
     fetches: int = 0,
     memory: Memory | None = None,
-    norm: bool = False,
 ) -> list[Step]:
     """This worker's steps. Its clock goes on for each sample, `slower` times as far, by its rank."""
     data, steps = dataset(), list[Step]()
@@ -80,7 +79,7 @@ def train(
     with pytest.MonkeyPatch.context() as patch, served_worker(address, place.rank):
         patch.setattr(time, "perf_counter", lambda: real() + ahead[0])
         with atoll.join(how) as session:
-            model, optimizer = make(norm)
+            model, optimizer = make()
             session.prepare(model, optimizer, memory=memory)
             sampler = session.batches(data, seed=4)
             loader = DataLoader(data, batch_sampler=sampler)
@@ -173,22 +172,45 @@ def check_steps(steps: list[list[Step]]) -> None:
             assert min(off) < 1e-12, ([b for _, b, _ in each], number, len(steps), off)
 
 
+def check_follow(steps: list[list[Step]], slower: Sequence[float], samples: int) -> None:
+    """Parts of whole batches are even at first, and then such that all finish at the same time."""
+    sizes = [[len(indices) for _, indices, _ in step] for step in steps]
+    whole = [each for each in sizes if sum(each) == samples]
+    assert whole[0] == [samples // len(slower)] * len(slower)
+    speeds = 1 / np.array(slower)
+    np.testing.assert_allclose(whole[-1], samples * speeds / speeds.sum(), atol=1.5)
+    seconds = [max(np.array(each) * slower) for each in (whole[0], whole[-1])]
+    assert seconds[1] < 0.6 * seconds[0]
+
+
 @pytest.mark.parametrize(
-    ("consistency", "slower", "fetches", "shards"),
-    [("asp", (1.0, 4.0), 0, 1), ("ssp", (4.0, 1.0, 1.0), 0, 2), ("asp", (4.0, 1.0), 2, 1)],
+    ("consistency", "slower", "fetches", "shards", "memory"),
+    [
+        ("asp", (1.0, 4.0), 0, 1, None),
+        ("ssp", (4.0, 1.0, 1.0), 0, 2, None),
+        ("asp", (4.0, 1.0), 2, 1, None),
+        ("asp", (4.0, 1.0), 0, 1, Memory(device="4KiB", chunk="512")),
+    ],
 )
 def test_parts_follow_speeds_and_each_step_is_plain_on_the_union(
-    pool: WorkerPool, consistency: Literal["asp", "ssp"], slower: tuple[float, ...], fetches: int, shards: int
+    pool: WorkerPool,
+    consistency: Literal["asp", "ssp"],
+    slower: tuple[float, ...],
+    fetches: int,
+    shards: int,
+    memory: Memory | None,
 ) -> None:
-    results = run(pool, config(consistency, 1), slower, fetches, shards=shards)
+    results = run(pool, config(consistency, 1), slower, fetches, memory, shards=shards)
     check_once(results)
     steps = joint(results)
     assert len(steps) > 28
     check_steps(steps[8:])  # before, shards may still apply what members had contributed alone
-    sizes = [[len(indices) for _, indices, _ in step] for step in steps]
-    whole = [each for each in sizes if sum(each) == BATCH]
-    assert whole[0] == [BATCH // len(slower)] * len(slower)
-    speeds = 1 / np.array(slower)
-    np.testing.assert_allclose(whole[-1], BATCH * speeds / speeds.sum(), atol=1.5)
-    seconds = [max(np.array(each) * slower) for each in (whole[0], whole[-1])]
-    assert seconds[1] < 0.6 * seconds[0]
+    check_follow(steps, slower, BATCH)
+
+
+def test_each_group_s_parts_follow_the_speeds_of_its_own_members(pool: WorkerPool) -> None:
+    slower = (4.0, 1.0, 1.0, 4.0)
+    results = run(pool, config("asp", 2), slower)
+    check_once(results)
+    check_follow(joint(results[:2]), slower[:2], BATCH // 2)
+    check_follow(joint(results[2:]), slower[2:], BATCH // 2)

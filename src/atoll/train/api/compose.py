@@ -75,6 +75,7 @@ from atoll.train.sync.uplink import UplinkChoice
 
 # A worker's membership in its run: with shards, in a ring at a hub, as a node's device; None: by torchrun, or
 # alone.
+_FEW = 16  # workers of a group that a line names one by one
 RunMembership: TypeAlias = Service | HubRing | NodeWorker | None
 
 
@@ -355,11 +356,12 @@ def _shares(
     *,
     fixed: bool,
     site: str = "",
+    of_group: bool = False,
 ) -> tuple[UnevenShares, ShareReports | None]:
     """Return the maker of uneven shares, and the reports that it follows; None: it follows none.
 
     `name_of` returns a worker's name, given its rank. `fixed`: no member comes or goes. At a `site` workers
-    hear of their own site's alone.
+    hear of their own site's alone. `of_group`: parts are those of one group among several.
     """
 
     def names(world: int) -> list[int]:
@@ -372,6 +374,9 @@ def _shares(
     def chosen(choice: str, reason: str, change: ShareChange) -> None:
         parts = dict(zip(names(len(change.parts)), change.parts.tolist(), strict=True))
         speeds = dict(zip(parts, change.speeds.tolist(), strict=True))
+        if of_group:
+            few = len(parts) <= _FEW
+            choice += f", for workers {', '.join(map(str, parts))}" if few else f", for {len(parts)} workers"
         records.emit(SharesChosen, what="shares", choice=choice, reason=reason, parts=parts, speeds=speeds)
 
     settle = None if device.type == "cpu" else lambda: torch.accelerator.current_stream(device).synchronize()
@@ -491,7 +496,7 @@ def _with_shards(config: Config, place: Place, device: torch.device, service: Se
         in_group: Callable[..., GroupShares | None] | None = None
         if ring is not None and config.sync.shares == "auto":
             name_of = partial(_name_in, ring)
-            dealing, reports = _shares(config, name_of, device, meter, records, fixed=False)
+            dealing, reports = _shares(config, name_of, device, meter, records, fixed=False, of_group=True)
             in_group = partial(dealing.in_group, ring, members, least)
         # In ssp, and at a site, others may wait for this worker to go on, so it must not wait for data.
         waits = config.sync.consistency == "asp" and not service.site
