@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import atoll
-from support.pool import WorkerPool
+from atoll.core.config import Chunks, Config, Sync
+from support.pool import JobFailedError, WorkerPool
 from support.runs import KINDS, model, run_at, run_with
 
 MEANS = [kind for kind in KINDS if kind != "asp"]  # where all workers step with one mean
@@ -242,3 +243,67 @@ def differences(found: list[Any], right: list[dict[str, Any]], cases: list[Case]
 @pytest.mark.parametrize("kind", MEANS)
 def test_a_script_goes_on_as_in_plain_pytorch(pool: WorkerPool, kind: str) -> None:
     check(run_at(pool, kind, train, CASES, 2), train(None, CASES, 2), CASES)
+
+
+def test_a_worker_at_its_own_pace_goes_on_as_in_plain_pytorch(pool: WorkerPool) -> None:
+    cases = [replace(case, raising=(0,)) for case in CASES if case.then != "nothing"]
+    check(run_at(pool, "asp", train, cases, 1, world=1), train(None, cases, 1), cases)
+
+
+def of_a_sampler(
+    session: atoll.Session, makes_batches: bool, then: str
+) -> tuple[list[float], dict[str, Any]]:
+    """The samples of all workers after each step, and the place in the sampler. The backward of each third
+    batch raises first on worker 1, which computes the batch again, or goes on to the next one."""
+    script = Script(session, session.world)
+    data = TensorDataset(torch.randn(48, 32, dtype=torch.float64), torch.zeros(48, 4, dtype=torch.float64))
+    sampler: Any = session.batches(data) if makes_batches else session.sampler(data)
+    how = {"batch_sampler": sampler} if makes_batches else {"sampler": sampler, "batch_size": 4}
+    consumed = []
+    for number, (x, y) in enumerate(DataLoader(data, **how)):
+        if number % 3 == 1 and session.rank == 1:
+            script.raise_in(Case(), (x, y))
+            script.optimizer.zero_grad()
+            if then == "nothing":
+                script.optimizer.step()
+                consumed.append(session._state.prepared[0].reducer.consumed)
+                continue
+        script.compute((x, y), "whole").backward()
+        script.optimizer.step()
+        script.optimizer.zero_grad()
+        consumed.append(session._state.prepared[0].reducer.consumed)
+    session.barrier()
+    return consumed, sampler.place()
+
+
+@pytest.mark.parametrize("then", ["again", "nothing"])
+@pytest.mark.parametrize("makes_batches", [True, False])
+def test_a_sampler_s_batch_counts_once(pool: WorkerPool, makes_batches: bool, then: str) -> None:
+    """A batch that a worker leaves out counts with its next one: the sampler's place is behind it."""
+    config = Config(sync=Sync(timeout="60s", global_batch=8))
+    for consumed, place in run_with(pool, config, of_a_sampler, makes_batches, then, world=2):
+        late = 4 if then == "nothing" else 0
+        assert consumed == [8.0 * (number + 1) - late * (number % 3 == 1) for number in range(6)]
+        assert place["used"] == place["given"]
+
+
+def after_messages(session: atoll.Session, way: str) -> None:
+    """A backward raises when messages have left."""
+    script = Script(session, session.world)
+    for step in range(4):  # in the first one messages may wait for the end
+        case = Case(way if step == 3 else "whole", at=0)
+        batch = batch_of(step, 0, session.rank)
+        if step == 3:
+            script.raise_in(case, batch)
+            script.optimizer.zero_grad()
+        if step < 3 or way != "step":
+            script.compute(batch, case.way).backward()
+        script.optimizer.step()
+        script.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("way", ["whole", "parts", "step"])
+def test_a_backward_that_raised_after_messages_had_left_ends_the_run(pool: WorkerPool, way: str) -> None:
+    config = Config(chunks=Chunks(size="2KiB"), sync=Sync(timeout="60s"))
+    with pytest.raises(JobFailedError, match=r"iteration 3: a backward raised after \d+ of \d+ messages had"):
+        run_with(pool, config, after_messages, way, world=2)

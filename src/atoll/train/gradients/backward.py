@@ -19,8 +19,8 @@ from atoll.train.gradients.reducer import Reducer
 from atoll.train.group.rounds import Ring
 
 
-class Reached(Protocol):
-    """A model that a backward has reached."""
+class CountedModel(Protocol):
+    """A model whose samples a backward counts."""
 
     def give_up(self, *, retried: bool) -> None:
         """Forget what the backward under way has counted: it raised. `retried`: another one follows before
@@ -44,7 +44,7 @@ class BackwardEnd:
         self._reducers: list[Reducer] = []
         self._late: dict[Reducer, LateSteps] = {}  # of models whose steps may wait
         self._armed = False
-        self._reached: list[Reached] = []  # the models that the backward under way has reached
+        self._reached: list[CountedModel] = []  # the models that the backward under way has reached
         # What backwards call at their ends: the armed one, and one in which steps wait. Autograd alone holds
         # it, and drops it if the backward raises:
         self._armed_end: Callable[[], partial[None] | None] = _no_end
@@ -65,7 +65,7 @@ class BackwardEnd:
         self._late.pop(reducer, None)
         self._reducers.remove(reducer)
 
-    def begins(self, model: Reached) -> int:
+    def begins(self, model: CountedModel) -> int:
         """Return the number of the backward under way, which reaches `model`, or leaves a gradient in it.
 
         A backward that raised before is given up first. Raises RunError if messages had already left.
