@@ -246,7 +246,12 @@ def test_a_script_goes_on_as_in_plain_pytorch(pool: WorkerPool, kind: str) -> No
 
 
 def test_a_worker_at_its_own_pace_goes_on_as_in_plain_pytorch(pool: WorkerPool) -> None:
-    cases = [replace(case, raising=(0,)) for case in CASES if case.then != "nothing"]
+    """Only forwards of the whole model show a backward there, before the step."""
+    cases = [
+        replace(case, raising=(0,))
+        for case in CASES
+        if case.then != "nothing" and (case.way in ("whole", "before") or case.weight == "once")
+    ]
     check(run_at(pool, "asp", train, cases, 1, world=1), train(None, cases, 1), cases)
 
 
