@@ -312,3 +312,26 @@ def test_a_backward_that_raised_after_messages_had_left_ends_the_run(pool: Worke
     config = Config(chunks=Chunks(size="2KiB"), sync=Sync(timeout="60s"))
     with pytest.raises(JobFailedError, match=r"iteration 3: a backward raised after \d+ of \d+ messages had"):
         run_with(pool, config, after_messages, way, world=2)
+
+
+def two_models(session: atoll.Session | None, world: int) -> list[list[Tensor]]:
+    """Two models step in turn; the first one's backward raises on worker 1 in each second step."""
+    scripts = [Script(session, world), Script(session, world)]
+    found = []
+    for step in range(4):
+        for number, script in enumerate(scripts):
+            case = Case(raising=(1,) if step % 2 and not number else ())
+            script.step(case, 10 * step + number)
+        found.append([p.detach().clone() for script in scripts for p in script.net.parameters()])
+    if session is not None:
+        session.barrier()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["ring", "server"])
+def test_of_two_models_the_one_whose_backward_raised_goes_on(pool: WorkerPool, kind: str) -> None:
+    right = two_models(None, 2)
+    for worker in run_at(pool, kind, two_models, 2):
+        for step, (got, expected) in enumerate(zip(worker, right, strict=True)):
+            for mine, its in zip(got, expected, strict=True):
+                assert torch.allclose(mine, its, rtol=1e-9, atol=1e-12), step
