@@ -76,13 +76,13 @@ class ForwardWatch:
         self._model.given.batches.forward()
 
     def _reached(self, seen: SeenSamples | None) -> None:
-        model = self._model
-        model.reached_in = self._backward.number
+        model, acts_after = self._model, self._reducer.acts_after_backward
+        model.reached_in = model.begins() if acts_after else self._backward.number
         backward = backward_under_way()
         self._reducer.reached(backward)
         if seen is not None:
             batch = model.given.batches.count(seen)
             if batch.samples is not None:
                 model.samples.count(batch.samples, batch.basis, batch.new)
-        if backward != -1 and self._reducer.acts_after_backward:
+        if backward != -1 and acts_after:
             self._backward.arm()

@@ -18,7 +18,7 @@ from atoll.core.memory import Memory
 from atoll.core.stands import Epoch
 from atoll.core.weighing import KNOWN
 from atoll.tensors.gradienthooks import after_gradient
-from atoll.tensors.torch_compat import uncompiled
+from atoll.tensors.torch_compat import is_within_backward, uncompiled
 from atoll.train.api.origin import Origin
 from atoll.train.api.stepset import StepSet
 from atoll.train.data.moredata import MoreData
@@ -104,6 +104,7 @@ class ScriptModel:
         self.unstepped = False
         # The latest backward that reached a forward, and the latest that left gradients:
         self.reached_in = self._came_in = -1
+        self._began_in, self._mark = -1, self.samples.mark()  # the latest backward of either, and its start
         self._nodes: list[Any] = []
         self._hooks: list[Any] = []
 
@@ -137,12 +138,27 @@ class ScriptModel:
 
     def gradient_came(self, *_: object) -> None:
         """Note that autograd has delivered a gradient of this model, and arm the reduction."""
-        self.has_new, number = True, self._backward.number
+        self.has_new, number = True, self.begins()
         if self._came_in != number:
             self._came_in = number
             if self.reached_in != number:
                 self.samples.missed()
         self._backward.arm()
+
+    def begins(self) -> int:
+        """Return the number of the backward under way, which is about to count samples of this model, or has
+        left a gradient in it."""
+        number = self._backward.begins(self)
+        if self._began_in != number:
+            self._began_in, self._mark = number, self.samples.begins()
+        return number
+
+    def give_up(self, *, retried: bool) -> None:
+        """Forget the samples of a backward that raised. `retried`: another one follows before the step."""
+        is_empty = all(parameter.grad is None for parameter in self.parameters.values())
+        self.samples.take_back(self._mark, is_empty=is_empty, retried=retried)
+        if not is_within_backward():  # else gradients of the next backward come already
+            self.has_new = self.has_new and any(each.has_values for each in self.sets)
 
     # Among others that train as one model with it
 

@@ -6,25 +6,25 @@ Workers must run their collectives in one order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
 from weakref import ref
 
 from atoll.core.scriptline import waiting_line
 from atoll.core.stands import Stand, gradients
-from atoll.tensors.torch_compat import at_end_of_backward
+from atoll.tensors.torch_compat import at_end_of_backward, is_within_backward
 from atoll.train.api.speed import Stretch
 from atoll.train.gradients.latesteps import LateSteps
 from atoll.train.gradients.reducer import Reducer
 from atoll.train.group.rounds import Ring
 
 
-class _End:
-    """A function to call at the end of a backward, which lives as long as that backward."""
+class CountedModel(Protocol):
+    """A model whose samples a backward counts."""
 
-    def __init__(self, function: Callable[[], None]) -> None:
-        self._function = function
-
-    def __call__(self) -> None:
-        self._function()
+    def give_up(self, *, retried: bool) -> None:
+        """Forget what the backward under way has counted: it raised. `retried`: another one follows before
+        the step."""
 
 
 def _no_end() -> None:
@@ -44,8 +44,11 @@ class BackwardEnd:
         self._reducers: list[Reducer] = []
         self._late: dict[Reducer, LateSteps] = {}  # of models whose steps may wait
         self._armed = False
-        # What a backward calls at its end in which steps wait; autograd drops it if the backward raises:
-        self._late_end: Callable[[], _End | None] = _no_end
+        self._reached: list[CountedModel] = []  # the models that the backward under way has reached
+        # What backwards call at their ends: the armed one, and one in which steps wait. Autograd alone holds
+        # it, and drops it if the backward raises:
+        self._armed_end: Callable[[], partial[None] | None] = _no_end
+        self._late_end: Callable[[], partial[None] | None] = _no_end
         self.number = 0  # the backward that is under way, or the next one
         self.in_piece = False  # True inside a piece of a batch (`train/api/pieces.py`)
         self.ends = 0  # the backwards that have ended and have begun to reduce gradients
@@ -62,14 +65,29 @@ class BackwardEnd:
         self._late.pop(reducer, None)
         self._reducers.remove(reducer)
 
+    def begins(self, model: CountedModel) -> int:
+        """Return the number of the backward under way, which reaches `model`, or leaves a gradient in it.
+
+        A backward that raised before is given up first. Raises RunError if messages had already left.
+        """
+        if self._armed and self._armed_end() is None:
+            self._give_up()
+        if model not in self._reached:
+            self._reached.append(model)
+        return self.number
+
     def arm(self) -> None:
         """Ask for `_end` to run when the backward that is now running ends."""
+        if self._armed and self._armed_end() is None:
+            self._give_up()
         if not self._armed:
             self._armed = True
             for reducer in self._reducers:
                 reducer.begins_backward()
                 reducer.watch.look_for_edits()
-            at_end_of_backward(self._end)
+            end = partial(self._end)
+            self._armed_end = ref(end)
+            at_end_of_backward(end)
 
     def step_waits(self) -> bool:
         """Have a step that is called within a backward wait for its end; return False inside a piece of a
@@ -81,7 +99,7 @@ class BackwardEnd:
             return False
         if self._late_end() is None:
             self._forget_late_steps()  # those of a backward that raised
-            end = _End(self._make_late_steps)
+            end = partial(self._make_late_steps)
             self._late_end = ref(end)
             at_end_of_backward(end)
         return True
@@ -119,16 +137,28 @@ class BackwardEnd:
         if self._late_end is not _no_end:  # it raised
             self._forget_late_steps()
         if self._armed:
-            self._armed = False
-            self.number += 1
-            for reducer in self._reducers:
-                reducer.sum.gradients.abandon()
-                reducer.begin()
+            self._give_up()
+
+    def _give_up(self, *, retried: bool = True) -> None:
+        """Forget a backward that raised, and the samples that it has counted. Its gradients stay where it has
+        left them, as in plain PyTorch."""
+        for reducer in self._reducers:
+            reducer.sum.gradients.abandon()
+        self._armed = False
+        self.number += 1
+        for reducer in self._reducers:
+            reducer.begin()
+            if not is_within_backward():  # else gradients of the next backward come already
+                reducer.phase.unsent = reducer.phase.unsent and reducer.watch.has_values()
+        reached, self._reached = self._reached, []
+        for model in reached:
+            model.give_up(retried=retried)
 
     def repeat(self) -> None:
         """Forget a backward that may have raised: its batch is computed again, in backwards that do not
         reduce. `finish` then does."""
         self._forget_late_steps()
+        self._reached.clear()
         if self._armed:
             self._armed = False
             self.number += 1
@@ -142,6 +172,7 @@ class BackwardEnd:
 
     def _end(self) -> None:
         self._armed = False
+        self._reached.clear()
         self.number += 1
         if self._late:
             self._check_late_steps()
@@ -169,7 +200,12 @@ class BackwardEnd:
 
         With several models, the other workers ask at the end of their backward which models have new
         gradients. This worker joins that collective.
+
+        A backward that raised, and that no other has followed, is given up. Raises RunError if messages had
+        already left.
         """
+        if self._armed and self._armed_end() is None:
+            self._give_up(retried=False)
         due = [reducer]
         if self._ring is not None and len(self._reducers) > 1:
             due = self._due(self._ring, self._reducers, also=reducer)

@@ -88,6 +88,7 @@ class SampleMark(msgspec.Struct, frozen=True, gc=False):
     used: bool
     latest: float
     gives: int
+    before: float | None
 
 
 class SampleCount:
@@ -108,6 +109,11 @@ class SampleCount:
         self._counted: float | None = None
         self._given: float | None = None
         self._gives = 0  # calls of `give`
+        # Parts of `_given`: given before the batch of the latest backward, and since that backward began:
+        self._before: float | None = None
+        self._since: float | None = None
+        self._anew = False  # True if the next `give` is for a batch whose backward raised
+        self._carried = 0.0  # new samples that count with the next batch
         self._basis = KNOWN  # of the counted samples
         self._new: float | None = None  # as counted by the session's samplers
         self._used = False
@@ -120,7 +126,8 @@ class SampleCount:
         self._forget_used()
         self._counted = samples + (self._counted or 0.0)
         if new is not None:
-            self._new = new + (self._new or 0.0)
+            self._new = new + (self._new or 0.0) + self._carried
+            self._carried = 0.0
         if basis != self._basis:
             self._basis = worst([self._basis, basis])
         self._weighs(self._counted if self._given is None else self._given)
@@ -128,14 +135,56 @@ class SampleCount:
     def mark(self) -> SampleMark:
         """Return a mark of what is counted and given by now, for `back_to` and `since`."""
         return SampleMark(
-            self._counted, self._given, self._new, self._basis, self._used, self.latest, self._gives
+            self._counted,
+            self._given,
+            self._new,
+            self._basis,
+            self._used,
+            self.latest,
+            self._gives,
+            self._before,
         )
+
+    def begins(self) -> SampleMark:
+        """Return a mark for `take_back`: a backward begins."""
+        mark = self.mark()
+        self._before, self._since, self._anew = self._given, None, False
+        return mark
+
+    def take_back(self, mark: SampleMark, *, is_empty: bool, retried: bool) -> None:
+        """Forget the batch of the backward that began at `mark`: it raised.
+
+        A weight given for this batch holds for the one that is computed in its place, unless the script gives
+        a weight anew. Samples that a sampler of the session has given count once, with the next batch.
+
+        Args:
+            mark: what `begins` returned.
+            is_empty: True if no gradients are left: those of earlier backwards are dropped as well.
+            retried: True if another backward follows before the step.
+        """
+        since, is_empty = self._since, is_empty and not mark.used
+        if not self._used:
+            known = None if mark.used or is_empty else mark.new
+            self._carried += (self._new or 0.0) - (known or 0.0)
+        self.back_to(mark)
+        if since is not None:
+            if self._used:
+                self.reset()
+        elif is_empty and not retried:
+            self._given = None
+        if is_empty:
+            self._counted, self._basis, self._new, self._before = None, KNOWN, None, None
+        self._anew = since is None
+        if since is not None:
+            self._given, self._since = since + (self._before or 0.0), since
+            self._weighs(self._given)
 
     def back_to(self, mark: SampleMark) -> None:
         """Forget what was counted and given since `mark`."""
         self._counted, self._given, self._new = mark.counted, mark.given, mark.new
         self._basis = mark.basis
         self._used, self.latest, self._gives = mark.used, mark.latest, mark.gives
+        self._before = mark.before
 
     def since(self, mark: SampleMark) -> float | None:
         """Return the weight that was given since `mark`, else what was counted; None: neither."""
@@ -151,7 +200,10 @@ class SampleCount:
     def give(self, weight: float) -> None:
         self._forget_used()
         self._gives += 1
+        if self._anew:
+            self._given, self._anew = self._before, False
         self._given = weight + (self._given or 0.0)
+        self._since = weight + (self._since or 0.0)
         self._weighs(self._given)
 
     def _weighs(self, weight: float) -> None:
@@ -201,7 +253,8 @@ class SampleCount:
     def reset(self) -> None:
         """Forget the samples: the iteration has ended."""
         self._counted, self._given, self._basis, self._used = None, None, KNOWN, False
-        self._new = None
+        self._new = self._before = self._since = None
+        self._anew = False
 
     def _forget_used(self) -> None:
         if self._used:

@@ -1,0 +1,337 @@
+"""A script that goes on after a backward that raised trains as plain PyTorch does.
+
+The script drops what the backward has left. Then it computes the batch again, or goes on to another batch, or
+makes the step without one. The samples of the batch that raised count neither in the mean nor in the run.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+import atoll
+from atoll.core.config import Chunks, Config, Sync
+from support.pool import JobFailedError, WorkerPool
+from support.runs import KINDS, model, run_at, run_with
+
+MEANS = [kind for kind in KINDS if kind != "asp"]  # where all workers step with one mean
+FEW, MANY = 3, 5  # the samples of workers 1 and 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a worker's script does in a step in which its backward raises.
+
+    Attributes:
+        way: how it computes: by `whole` forwards, by `parts` of the model, in a `checkpoint` that is
+            reentrant, or by forwards that are made `before` the backward that raises.
+        then: what it does next: `again` the batch, the `next` batch, or `nothing`.
+        weight: how it gives the batch's weight: the model's `output` shows it, `once` for the batch, or
+            `each` time that it is computed.
+        earlier: True if gradients of another batch have come before, under no_sync.
+        restarts: True if the script drops these, too, and begins the step anew.
+        at: the layer in whose backward it raises.
+        raising: the workers on which it raises.
+        times: how often.
+    """
+
+    way: str = "whole"
+    then: str = "again"
+    weight: str = "output"
+    earlier: bool = False
+    restarts: bool = False
+    at: int = 4
+    raising: tuple[int, ...] = (1,)
+    times: int = 1
+
+
+CASES = [
+    *(Case(at=at, raising=raising) for at in (0, 4, 10) for raising in ((1,), (0, 1))),
+    *(
+        Case(way, then, weight, raising=raising)
+        for way, weight in (
+            ("whole", "output"), ("whole", "once"), ("whole", "each"),
+            ("parts", "once"), ("parts", "each"), ("checkpoint", "each"), ("before", "output"),
+            ("before", "each"),
+        )
+        for then in ("again", "next", "nothing")
+        for raising in ((1,), (0, 1))
+        if not (weight == "once" and then == "next") and not (then == "nothing" and len(raising) > 1)
+    ),
+    *(
+        Case(way, then, weight, earlier=True, restarts=restarts)
+        for way, weight in (("whole", "output"), ("whole", "each"), ("parts", "each"))
+        for then, restarts in (("again", False), ("next", False), ("again", True))
+        if not (way == "parts" and restarts)
+    ),
+    Case(times=3), Case("parts", weight="each", times=3),
+]  # fmt: skip
+
+
+class RaisedError(Exception):
+    """A backward raised."""
+
+
+class _Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, *_gradients: Tensor) -> Tensor:
+        raise RaisedError
+
+
+class Script:
+    """The loop of a script; without `session` the loop of plain PyTorch, which computes all batches."""
+
+    def __init__(self, session: atoll.Session | None, world: int) -> None:
+        self.session, self.world = session, world
+        self.net = model()
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
+        self.raises_at = -1
+        for index, part in enumerate(self.net):
+            part.register_forward_hook(
+                lambda _m, _i, out, at=index: _Raises.apply(out) if at == self.raises_at else None
+            )
+        if session is not None:
+            session.prepare(self.net, self.optimizer)
+        self.samples = 0.0  # that count in the mean
+
+    def compute(self, batch: tuple[Tensor, Tensor], way: str) -> Tensor:
+        x, y = batch
+        if way == "parts":
+            for part in self.net:
+                x = part(x)
+            return mse_loss(x, y)
+        if way == "checkpoint":
+            return mse_loss(checkpoint(self.net, x.clone().requires_grad_(), use_reentrant=True), y)
+        return mse_loss(self.net(x), y)
+
+    def weigh(self, samples: int) -> None:
+        if self.session is not None:
+            self.session.weight(samples)
+
+    def worker_s_step(self, case: Case, step: int, rank: int) -> None:
+        """The backwards of one worker's step."""
+        good = None
+        if case.earlier:
+            self.earlier(case, step, rank)
+        batch = batch_of(step, 1, rank)
+        if case.weight == "once":
+            self.weigh(len(batch[0]))
+        if rank in case.raising:
+            again = batch if case.then == "again" else batch_of(step, 2, rank)
+            if case.way == "before":
+                good = self.compute(again, case.way)
+            for _ in range(case.times):
+                self.raise_in(case, batch)
+            if case.earlier and not case.restarts:  # it keeps what had come before the backward that raised
+                for parameter, kept in zip(self.net.parameters(), self.kept, strict=True):
+                    parameter.grad = kept
+            else:
+                self.optimizer.zero_grad()
+            if case.then == "nothing":
+                return
+            if case.earlier and case.restarts:
+                self.earlier(case, step, rank)
+            batch = again
+        if case.weight == "each":
+            self.weigh(len(batch[0]))
+        (self.compute(batch, case.way) if good is None else good).backward()
+
+    def earlier(self, case: Case, step: int, rank: int) -> None:
+        batch = batch_of(step, 0, rank)
+        if case.weight != "output":
+            self.weigh(len(batch[0]))
+        with nullcontext() if self.session is None else self.session.no_sync():
+            self.compute(batch, case.way).backward()
+        self.kept = [p.grad.clone() for p in self.net.parameters() if p.grad is not None]
+
+    def raise_in(self, case: Case, batch: tuple[Tensor, Tensor]) -> None:
+        if case.weight == "each":
+            self.weigh(len(batch[0]))
+        self.raises_at = case.at
+        loss = self.compute(batch, case.way)
+        with pytest.raises(RaisedError):
+            loss.backward()
+        self.raises_at = -1
+
+    def plain_step(self, case: Case, step: int) -> None:
+        """The mean of all workers' batches, weighted by their samples."""
+        sums = [torch.zeros_like(p) for p in self.net.parameters()]
+        weights = 0
+        for rank in range(self.world):
+            numbers = [0] if case.earlier else []
+            if rank not in case.raising or case.then == "again":
+                numbers.append(1)
+            elif case.then == "next":
+                numbers.append(2)
+            own = 0
+            mean = [torch.zeros_like(p) for p in self.net.parameters()]
+            for number in numbers:
+                batch = batch_of(step, number, rank)
+                own += len(batch[0])
+                gradients = torch.autograd.grad(self.compute(batch, "whole"), list(self.net.parameters()))
+                mean = [a + b for a, b in zip(mean, gradients, strict=True)]
+            sums = [a + own * b for a, b in zip(sums, mean, strict=True)]
+            weights += own
+        for parameter, total in zip(self.net.parameters(), sums, strict=True):
+            parameter.grad = total / weights
+        self.samples += weights
+
+    def step(self, case: Case, number: int) -> dict[str, Any]:
+        if self.session is None:
+            self.plain_step(case, number)
+        else:
+            self.worker_s_step(case, number, self.session.rank)
+        seen = []
+        if case.then != "nothing":
+            seen = [p.grad.clone() for p in self.net.parameters() if p.grad is not None]
+            nn.utils.clip_grad_norm_(self.net.parameters(), 0.5)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.session is not None:
+            self.samples = self.session._state.prepared[0].reducer.consumed
+        values = [p.detach().clone() for p in self.net.parameters()]
+        return {"seen": seen, "values": values, "samples": self.samples}
+
+
+def batch_of(step: int, number: int, rank: int) -> tuple[Tensor, Tensor]:
+    """A worker's batch: each number has its own sizes."""
+    samples = (MANY if rank == 0 else FEW) + number
+    generator = torch.Generator().manual_seed(100 * step + 10 * number + rank)
+    x = torch.randn(samples, 32, dtype=torch.float64, generator=generator)
+    return x, torch.randn(samples, 4, dtype=torch.float64, generator=generator)
+
+
+def train(session: atoll.Session | None, cases: list[Case], world: int) -> list[dict[str, Any]]:
+    script = Script(session, world)
+    found = [script.step(case, number) for number, case in enumerate(cases)]
+    if session is not None:
+        session.barrier()
+    return found
+
+
+def check(found: list[Any], right: list[dict[str, Any]], cases: list[Case]) -> None:
+    wrong = list(differences(found, right, cases))
+    assert not wrong, wrong[0]
+
+
+def differences(found: list[Any], right: list[dict[str, Any]], cases: list[Case]) -> Iterator[str]:
+    for case, *steps in zip(cases, right, *found, strict=True):
+        plain, *workers = steps
+        for (rank, worker), what in itertools.product(enumerate(workers), ("seen", "values")):
+            for got, expected in zip(worker[what], plain[what], strict=False):
+                if not torch.allclose(got, expected, rtol=1e-9, atol=1e-12):
+                    yield f"{what} of worker {rank}: {float((got - expected).abs().max())} after {case}"
+        for rank, worker in enumerate(workers):
+            if worker["samples"] != plain["samples"]:
+                yield f"{worker['samples']} samples for {plain['samples']} on worker {rank} after {case}"
+
+
+@pytest.mark.parametrize("kind", MEANS)
+def test_a_script_goes_on_as_in_plain_pytorch(pool: WorkerPool, kind: str) -> None:
+    check(run_at(pool, kind, train, CASES, 2), train(None, CASES, 2), CASES)
+
+
+def test_a_worker_at_its_own_pace_goes_on_as_in_plain_pytorch(pool: WorkerPool) -> None:
+    """Only forwards of the whole model show a backward there, before the step."""
+    cases = [
+        replace(case, raising=(0,))
+        for case in CASES
+        if case.then != "nothing" and (case.way in ("whole", "before") or case.weight == "once")
+    ]
+    check(run_at(pool, "asp", train, cases, 1, world=1), train(None, cases, 1), cases)
+
+
+def of_a_sampler(
+    session: atoll.Session, makes_batches: bool, then: str
+) -> tuple[list[float], dict[str, Any]]:
+    """The samples of all workers after each step, and the place in the sampler. The backward of each third
+    batch raises first on worker 1, which computes the batch again, or goes on to the next one."""
+    script = Script(session, session.world)
+    data = TensorDataset(torch.randn(48, 32, dtype=torch.float64), torch.zeros(48, 4, dtype=torch.float64))
+    sampler: Any = session.batches(data) if makes_batches else session.sampler(data)
+    how = {"batch_sampler": sampler} if makes_batches else {"sampler": sampler, "batch_size": 4}
+    consumed = []
+    for number, (x, y) in enumerate(DataLoader(data, **how)):
+        if number % 3 == 1 and session.rank == 1:
+            script.raise_in(Case(), (x, y))
+            script.optimizer.zero_grad()
+            if then == "nothing":
+                script.optimizer.step()
+                consumed.append(session._state.prepared[0].reducer.consumed)
+                continue
+        script.compute((x, y), "whole").backward()
+        script.optimizer.step()
+        script.optimizer.zero_grad()
+        consumed.append(session._state.prepared[0].reducer.consumed)
+    session.barrier()
+    return consumed, sampler.place()
+
+
+@pytest.mark.parametrize("then", ["again", "nothing"])
+@pytest.mark.parametrize("makes_batches", [True, False])
+def test_a_sampler_s_batch_counts_once(pool: WorkerPool, makes_batches: bool, then: str) -> None:
+    """A batch that a worker leaves out counts with its next one: the sampler's place is behind it."""
+    config = Config(sync=Sync(timeout="60s", global_batch=8))
+    for consumed, place in run_with(pool, config, of_a_sampler, makes_batches, then, world=2):
+        late = 4 if then == "nothing" else 0
+        assert consumed == [8.0 * (number + 1) - late * (number % 3 == 1) for number in range(6)]
+        assert place["used"] == place["given"]
+
+
+def after_messages(session: atoll.Session, way: str) -> None:
+    """A backward raises when messages have left."""
+    script = Script(session, session.world)
+    for step in range(4):  # in the first one messages may wait for the end
+        case = Case(way if step == 3 else "whole", at=0)
+        batch = batch_of(step, 0, session.rank)
+        if step == 3:
+            script.raise_in(case, batch)
+            script.optimizer.zero_grad()
+        if step < 3 or way != "step":
+            script.compute(batch, case.way).backward()
+        script.optimizer.step()
+        script.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("way", ["whole", "parts", "step"])
+def test_a_backward_that_raised_after_messages_had_left_ends_the_run(pool: WorkerPool, way: str) -> None:
+    config = Config(chunks=Chunks(size="2KiB"), sync=Sync(timeout="60s"))
+    with pytest.raises(JobFailedError, match=r"iteration 3: a backward raised after \d+ of \d+ messages had"):
+        run_with(pool, config, after_messages, way, world=2)
+
+
+def two_models(session: atoll.Session | None, world: int) -> list[list[Tensor]]:
+    """Two models step in turn; the first one's backward raises on worker 1 in each second step."""
+    scripts = [Script(session, world), Script(session, world)]
+    found = []
+    for step in range(4):
+        for number, script in enumerate(scripts):
+            case = Case(raising=(1,) if step % 2 and not number else ())
+            script.step(case, 10 * step + number)
+        found.append([p.detach().clone() for script in scripts for p in script.net.parameters()])
+    if session is not None:
+        session.barrier()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["ring", "server"])
+def test_of_two_models_the_one_whose_backward_raised_goes_on(pool: WorkerPool, kind: str) -> None:
+    right = two_models(None, 2)
+    for worker in run_at(pool, kind, two_models, 2):
+        for step, (got, expected) in enumerate(zip(worker, right, strict=True)):
+            for mine, its in zip(got, expected, strict=True):
+                assert torch.allclose(mine, its, rtol=1e-9, atol=1e-12), step
