@@ -155,7 +155,7 @@ class Model:
         named = dict(zip("ab", weights, strict=True))
         bound = bind_model(lay_out(specs_of(named, dict.fromkeys(weights, "0")), chunk_bytes=64), named)
         members = SimpleNamespace(
-            boundary=lambda _iteration: None, over=lambda: None, told=lambda _committed: None
+            boundary=lambda _iteration, *, begins: None, over=lambda: None, told=lambda _committed: None
         )
         shard_of = {chunk.chunk.id: at for at, chunk in enumerate(bound)}
         connection = Connection(shards, shard_of, list, lambda _staleness: None, cast(Any, members), 0)

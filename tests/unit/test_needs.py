@@ -620,6 +620,11 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         "p.grad is used only after optimizer.step(), and not on every node",
         "use it before optimizer.step(), or on every node",
     ),
+    "gradients-scaled": (
+        Choices({**USE, "gradients": "scaled", "used": "1", "divided": "1024"}),
+        "p.grad was used before a GradScaler divided the gradients, and the mean was made for a scale of 1",
+        "call scaler.unscale_(optimizer) before p.grad is used, or begin the backward at scaler.scale(loss)",
+    ),
     "gradients-late": (
         Choices({**USE, "gradients": "late", "step": 3}),
         "a backward of step 3 ends after another node's script has used the mean",
