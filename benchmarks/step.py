@@ -96,7 +96,7 @@ class Clocks:
 def put_clocks(session: atoll.Session, clocks: Clocks) -> None:
     """Time the places at which Atoll runs in a step of the session's only model."""
     (prepared,) = session._state.prepared
-    hooks: Any = prepared._hooks
+    hooks: Any = prepared._forwards[0]._hooks
     model: Any = hooks._model
     for handle, registered, cause in zip(
         hooks._handles,
