@@ -190,7 +190,11 @@ def test_links_that_break_and_come_back(training: Training) -> None:
     broken(2.3, training.shard_door)
     training.goes_on(0, 1, 2)
     assert not training.deaths()
-    broken(2.3, *both)
+    for door in both:
+        door.shut()
+    wait_for(training.deaths, "the death")
+    for door in both:
+        door.reopen()
     training.goes_on(0, 2)
     (died,) = training.deaths()
     assert died.startswith("worker 1,")

@@ -156,7 +156,9 @@ def test_who_has_just_spoken_is_not_taken_for_one_that_hangs() -> None:
     vouching = machine.vouching()
     for _ in range(9):  # it is seen asleep each second time, for its thread ran in between
         machine.state = "S" if machine.state == "R" else "R"
-        assert vouching.judge(HERE, 4.0, 10.0).alive
+        judgement = vouching.judge(HERE, 4.0, 10.0)
+        assert judgement.alive
+        assert "waits" not in judgement.why, "one quiet look is no reason to wait on, and nobody tells of it"
         machine.pass_time(AGAIN_SECONDS)
 
 

@@ -27,6 +27,7 @@ _BOOT = "sys/kernel/random/boot_id"
 # and count as different machines.
 _SPACES = ("self/ns/pid", "self/ns/net", "self/ns/time")
 _EXITING, _DUMPING = 0x4, 0x200  # flags of a process (linux/sched.h: PF_EXITING, PF_DUMPCORE)
+_WAITS = "its process is alive, waits, and says nothing"
 _TICK = os.sysconf("SC_CLK_TCK")  # the system's ticks of CPU time in a second
 
 
@@ -129,7 +130,7 @@ def look_at(pid: int) -> str:
     if not (seen := vouching.judge(origin, 0.0, math.inf)).why and origin:
         time.sleep(AGAIN_SECONDS)
         seen = vouching.judge(origin, 0.0, math.inf)
-    return seen.why or "its process has ended"
+    return seen.why or (_WAITS if seen.alive else "its process has ended")
 
 
 def describe(origin: str) -> str:
@@ -201,8 +202,10 @@ class Vouching:
         goes_on = seconds < _FORGET_SECONDS
         began = (before.began, before.cpu) if goes_on else (now, reading.cpu)
         self._looks[origin] = _Look(*began, now, is_quiet)
-        if is_quiet:  # a single quiet look proves nothing: a sign of life may be under way
-            return Judgement(not before.is_quiet, "its process is alive, waits, and says nothing")
+        if is_quiet and not before.is_quiet:  # proves nothing: a sign of life may be under way
+            return Judgement(True)
+        if is_quiet:
+            return Judgement(False, _WAITS)
         got = f"its process is alive and got {cpu:.2f} s of CPU in the last {seconds:.1f} s"
         if "R" in reading.states and cpu < _STARVED_SHARE * seconds:
             return Judgement(True, f"{got}: the machine is overloaded")
