@@ -159,6 +159,7 @@ FACTS = {
     "scheduled": "whether a schedule goes by samples",
     "several optimizers": "whether more than one optimizer steps the model",
     "complex": "whether parameters of the optimizer are complex",
+    "coupled": "whether the optimizer looks at the gradients of all parameters in a step, as Prodigy does",
     "modes": "whether the optimizer has `train()` and `eval()`",
     "sparse": "why the optimizer cannot step dense gradients in place of sparse ones",
     "again": "whether the session has prepared the model before",

@@ -53,7 +53,7 @@ class ChangedParameters:
 class Looks:
     """Decides when values are compared with those that were written last.
 
-    A write through `p.data` raises no version, and a comparison reads all values. A script that makes such
+    A write through `.data` raises no version, and a comparison reads all values. A script that makes such
     writes makes them in most steps: the first looks compare, and later ones seldom.
     """
 

@@ -90,7 +90,7 @@ def elementwise_state_keys(
 
     Raises NotElementwiseError if the trial does not show that the optimizer is element-wise.
     """
-    group = {**group, **_fast_enough(group)}
+    group = {**group, **fast_enough(group)}
     own = {shape for shape in shapes if 1 < math.prod(shape) <= _MOST_ELEMENTS}
     largest = sorted(own, key=lambda shape: (math.prod(shape), shape))[-_MOST_SHAPES:]
     probes = _PROBES[:1] if trusted else (*_PROBES, *map(_of_shape, largest))
@@ -111,7 +111,7 @@ def tried_alike(group: dict[str, Any]) -> list[tuple[str, Any]]:
     ]
 
 
-def _fast_enough(group: dict[str, Any]) -> dict[str, Any]:
+def fast_enough(group: dict[str, Any]) -> dict[str, Any]:
     """Return a learning rate large enough to show an update, where the group's own is too small."""
     rate = group.get("lr")
     if isinstance(rate, Tensor) and rate.numel() == 1 and abs(rate.item()) < _LEAST_RATE:

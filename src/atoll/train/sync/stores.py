@@ -154,7 +154,9 @@ class Resident:
         """
         self._bounds, self._keeps = list(chunks), keeps
         self._gradients = published if published is not None else {}
-        self._shown: list[tuple[Tensor | None, int]] = []
+        self._shown: list[tuple[Tensor | None, int, int]] = []
+        self._means: dict[int, Tensor] = {}  # by chunk: the mean that is shown, if this one is compared
+        self._mean_looks = Looks()
         self._outgoing: dict[tuple[int, int], Buffer] = {}  # by chunk and turn: copies on their way
         self._written: dict[int, Tensor] = {}  # by chunk: the values that were written into the parameters
         self._is_written: set[int] = set()  # chunks that hold what was written into them
@@ -221,7 +223,15 @@ class Resident:
         chunk.publish(present) if self._keeps else chunk.show(present)
 
     def end_mean(self) -> None:
+        self._shows(compares=self._mean_looks.compares())
+
+    def _shows(self, *, compares: bool) -> None:
+        """Notice the script's edits from now on. `compares`: those too that raise no version."""
         self._shown = self._gradients_seen()
+        self._means = {
+            chunk_id: chunk.published.flat.detach().to("cpu", copy=True)
+            for chunk_id, chunk in (self._gradients if compares else {}).items()
+        }
 
     def has_mean(self) -> bool:
         views = [(p, view) for c in self._gradients.values() for p, view in c.slots()]
@@ -232,16 +242,32 @@ class Resident:
         found = []
         for chunk_id, chunk in self._gradients.items():
             pairs = [next(now) for _ in chunk.bound.parameters]
-            if any(before[0] is not after[0] or before[1] != after[1] for before, after in pairs):
+            seen = any(before[0] is not after[0] or before[1:] != after[1:] for before, after in pairs)
+            if seen or self._is_edited_unseen(chunk_id):
                 found.append(chunk_id)
         return found
+
+    def _is_edited_unseen(self, chunk: int) -> bool:
+        """True if the script has changed a chunk's mean without a new version, if this mean is compared."""
+        if chunk not in self._means:
+            return False
+        now = self._gradients[chunk].published.flat.detach().cpu()
+        names = self._comparing[chunk].names_between(self._means[chunk], now)
+        if names and self._mean_looks.missed_some:
+            raise UserError(
+                f"the gradient of parameter {names[0]!r} was changed by the script through p.grad.data, and "
+                "changes before may have been lost; write with torch.no_grad(): p.grad.clamp_(...), say"
+            )
+        if names:
+            self._mean_looks.compare_always()
+        return bool(names)
 
     def clip(self, by: Clipping) -> tuple[Tensor, float]:
         edited = self.edited()
         norm, coefficient = by.clip()
         if edited:  # the edited gradients themselves are sent
             return norm, 1.0
-        self._shown = self._gradients_seen()
+        self._shows(compares=bool(self._means))
         return norm, coefficient
 
     def made_of_mean(self, chunk: int) -> tuple[Sequence[bool], Tensor, Payload]:
@@ -249,9 +275,10 @@ class Resident:
         present, flat = gradients.collect(), gradients.published.flat
         return present, flat, bytes_of(flat)
 
-    def _gradients_seen(self) -> list[tuple[Tensor | None, int]]:
+    def _gradients_seen(self) -> list[tuple[Tensor | None, int, int]]:
+        """Return each gradient, its version, and where its values lie."""
         return [
-            (p.grad, -1 if p.grad is None else version_of(p.grad))
+            (p.grad, -1, 0) if p.grad is None else (p.grad, version_of(p.grad), _place(p.grad))
             for chunk in self._gradients.values()
             for p in chunk.bound.parameters
         ]
@@ -524,6 +551,10 @@ def gradient_as_it_lies(bound: BoundChunk, present: Sequence[bool]) -> Tensor | 
     if not alike or gradient.numel() != bound.chunk.extent or gradient.device.type != "cpu":
         return None
     return gradient.detach().as_strided((bound.chunk.extent,), (1,))
+
+
+def _place(gradient: Tensor) -> int:
+    return gradient.data_ptr() if gradient.layout == torch.strided else 0
 
 
 def _checksums(bound: BoundChunk, flat: Tensor) -> list[int]:
