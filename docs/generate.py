@@ -181,6 +181,7 @@ FACTS = {
     "closure": "`needed` if the optimizer cannot step without a closure of the script",
     "steps": "where the optimizer steps: at the `worker`, or at `home`, where the values live",
     "defined": "where the optimizer's class is defined, if no other process can import it there",
+    "attribute": "a plain attribute of the optimizer, beside its param groups, that the script has set",
     "setting": "a value in the optimizer's param groups that is no plain value",
     "call": "what the script calls",
     "data": "how the script gets data: `dealt`, `leased`, by `nodes`, or its `own`",

@@ -589,6 +589,11 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         "session.prepare(bf16='masters'): optimizer AdamWScheduleFree changes parameters by its state in",
         "or use an optimizer without them, such as torch.optim.AdamW or SGD",
     ),
+    "attribute-elsewhere": (
+        Choices({**AT_HOME, "attribute": "damping", "value": 2.0, "former": 1.0}),
+        "optimizer.damping is 2.0 here, and 1.0 in the process that makes the optimizer's steps, which knows",
+        "and let step() read it there, or use strategy ring or hierarchical",
+    ),
     "settings-elsewhere": (
         Choices({**AT_HOME, "setting": "param_groups[0]['x']", "kind": "set"}),
         "param_groups[0]['x'] of the optimizer is a set, and cannot be sent to the process that makes",

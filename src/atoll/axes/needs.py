@@ -757,6 +757,15 @@ def _of_models() -> Iterator[Need]:
         PrepareError,
     )
     yield Need(
+        "attribute-elsewhere",
+        ("prepare", "call"),
+        {"steps": Is("home"), "attribute": Given()},
+        "optimizer.{attribute} is {value!r} here, and {former!r} in the process that makes the optimizer's "
+        "steps, which knows its class, its arguments and its param groups; keep it in the param groups, and "
+        "let step() read it there, or use strategy ring or hierarchical",
+        UserError,
+    )
+    yield Need(
         "settings-elsewhere",
         ("prepare", "call"),
         {"steps": Is("home"), "setting": Given()},
