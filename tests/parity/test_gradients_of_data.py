@@ -4,6 +4,7 @@ is told. So does what numpy writes into a gradient."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import atoll
+from atoll.train.sync import stores
 from support.pool import JobFailedError, WorkerPool
 from support.runs import KINDS, model, run_at
 
@@ -120,10 +122,8 @@ def begins_late(
     return values
 
 
-@pytest.mark.parametrize(
-    ("kind", "way"),
-    [(kind, clamped) for kind in MEANS if kind not in COMPARING] + [(kind, assigned) for kind in MEANS],
-)
+@pytest.mark.parametrize("way", [clamped, assigned])
+@pytest.mark.parametrize("kind", MEANS)
 def test_what_a_script_begins_with_late_counts(
     pool: WorkerPool, kind: str, way: Callable[[Tensor], None]
 ) -> None:
@@ -133,11 +133,66 @@ def test_what_a_script_begins_with_late_counts(
             assert torch.allclose(mine, its, rtol=1e-9, atol=1e-12)
 
 
+def begins_late_in_a_large_model(session: atoll.Session, first: int) -> list[Tensor]:
+    with mock.patch.object(stores, "_SMALL_BYTES", 0):
+        return begins_late(session, clamped, first, 90)
+
+
 @pytest.mark.parametrize("kind", COMPARING)
-def test_where_not_every_mean_is_compared_a_script_that_begins_late_is_told(
-    pool: WorkerPool, kind: str
-) -> None:
+def test_of_a_large_model_a_script_that_begins_late_is_told(pool: WorkerPool, kind: str) -> None:
+    """Not every mean is compared, until a change is found."""
+    right = begins_late(None, clamped, 3, 90)
+    for values in run_at(pool, kind, begins_late_in_a_large_model, 3):
+        for mine, its in zip(values, right, strict=True):
+            assert torch.allclose(mine, its, rtol=1e-9, atol=1e-12)
     with pytest.raises(
         JobFailedError, match=r"changed by the script through p\.grad\.data, and changes before"
     ):
-        run_at(pool, kind, begins_late, clamped, 10, 90)
+        run_at(pool, kind, begins_late_in_a_large_model, 10)
+
+
+def seldom(session: atoll.Session | None) -> list[Tensor]:
+    """The clamp changes nothing but in some steps."""
+    loop = Loop(session)
+    for step in range(40):
+        loop.backward(step)
+        for parameter in loop.net.parameters():
+            assert parameter.grad is not None
+            most = 1e-3 if step in (20, 33) else 1e6
+            parameter.grad.data.clamp_(-most, most)
+        values = loop.step()
+    return values
+
+
+@pytest.mark.parametrize("kind", MEANS)
+def test_changes_now_and_then_count(pool: WorkerPool, kind: str) -> None:
+    right = seldom(None)
+    for values in run_at(pool, kind, seldom):
+        for mine, its in zip(values, right, strict=True):
+            assert torch.allclose(mine, its, rtol=1e-9, atol=1e-12)
+
+
+def not_a_number(session: atoll.Session, is_large: bool) -> int:
+    """Skip the steps whose mean holds NaN; returns the number of steps made."""
+    made = 0
+    with mock.patch.object(stores, "_SMALL_BYTES", 0 if is_large else 2**22):
+        loop = Loop(session)
+        for step in range(70):
+            loop.backward(step)
+            if step in (2, 20, 63, 64):
+                for parameter in loop.net.parameters():
+                    assert parameter.grad is not None
+                loop.optimizer.zero_grad()
+                (loop.net(torch.zeros(2, 32, dtype=torch.float64)).sum() * float("nan")).backward()
+            if bool(torch.isfinite(session.clip_grad_norm_(1.0))):
+                loop.step()
+                made += 1
+            else:
+                loop.optimizer.zero_grad()
+    return made
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+@pytest.mark.parametrize("kind", COMPARING)
+def test_nan_is_no_change(pool: WorkerPool, kind: str, is_large: bool) -> None:
+    assert run_at(pool, kind, not_a_number, is_large, sync={"nonfinite": "allow"}) == [66, 66]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.nn.functional import mse_loss
 import atoll
 from support.optimizers import Damped
 from support.pool import JobFailedError, WorkerPool
-from support.runs import KINDS, PACES, model, run_at
+from support.runs import KINDS, PACES, alone, model, run_at
 
 ALL = {**KINDS, **PACES}
 HOME = [kind for kind, config in ALL.items() if config.run.strategy in ("ring", "hierarchical")]
@@ -87,3 +88,34 @@ def test_elsewhere_the_script_is_told_of_what_does_not(
 ) -> None:
     with pytest.raises(JobFailedError, match=line):
         run_at(pool, kind, train, *settings, optimizer=CLASS)
+
+
+class Held(torch.optim.SGD):
+    """Clips the gradients of parameters that it holds beside its param groups."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr, momentum=0.9)
+        self.every = [p for group in self.param_groups for p in group["params"]]
+
+    def step(self, closure: Any = None) -> Any:
+        torch.nn.utils.clip_grad_norm_(self.every, 1e-3)
+        return super().step(closure)
+
+
+def clips(session: atoll.Session | None) -> list[Tensor]:
+    net = model()
+    optimizer = Held(net.parameters())
+    if session is not None:
+        session.prepare(net, optimizer)
+    for step in range(4):
+        made = torch.Generator().manual_seed(step)
+        out = net(torch.randn(4, 32, generator=made, dtype=torch.float64))
+        mse_loss(out, torch.ones_like(out)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def test_a_worker_alone_steps_with_what_the_optimizer_makes_of_parameters_that_it_holds() -> None:
+    for mine, its in zip(alone(clips), clips(None), strict=True):
+        assert torch.equal(mine, its)

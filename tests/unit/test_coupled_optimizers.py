@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import random
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -85,8 +88,50 @@ class OneRate(torch.optim.Optimizer):
                 p.sub_(p.grad, alpha=group["lr"] * group["d"])
 
 
-def test_one_that_estimates_a_rate_for_all_is() -> None:
-    assert coupled(OneRate(parameters()))
+@pytest.mark.parametrize("lr", [0.0, 1e-3, 0.05, 1.0])
+def test_one_that_estimates_a_rate_for_all_is(lr: float) -> None:
+    assert coupled(OneRate(parameters(), lr=lr)), "also where a warm-up has left little of the rate"
+
+
+class Counting(torch.optim.SGD):
+    """SGD with a warm-up of its own, and a history, beside its param groups."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.t, self.info, self.norms = torch.zeros(()), {"steps": [0]}, list[float]()
+        self.numbers = np.random.default_rng(3)
+        self.drawn = torch.Generator().manual_seed(5)
+
+    def step(self, closure: Any = None) -> Any:
+        self.t += 1
+        self.info["steps"][0] += 1
+        self.norms.append(float(self.param_groups[0]["params"][0].grad.norm()))
+        noise = float(self.numbers.normal()) + float(torch.rand((), generator=self.drawn))
+        self.param_groups[0]["lr"] = 0.1 * min(1.0, float(self.t) / 20, self.info["steps"][0] / 20) + noise
+        return super().step(closure)
+
+
+def test_a_trial_leaves_the_optimizer_and_the_script_s_numbers_alone() -> None:
+    made = Counting(parameters())
+    numbers, drawn = made.numbers.bit_generator.state, made.drawn.get_state()
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    with mock.patch("torch.cuda.manual_seed_all") as seeded:
+        assert "coupled" not in unit_of(made).facts
+        assert "coupled" not in unit_of(NumpyNoise(parameters(), lr=0.1)).facts
+    assert not seeded.called
+    assert (float(made.t), made.info, made.norms) == (0.0, {"steps": [0]}, [])
+    assert made.numbers.bit_generator.state == numbers
+    assert torch.equal(made.drawn.get_state(), drawn)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert np.random.get_state()[1].tolist() == before[2]
+
+
+class NumpyNoise(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            p.detach().add_(np.random.normal() + random.random(), alpha=0.01)
+        return super().step(closure)
 
 
 class Noisy(torch.optim.SGD):
@@ -102,5 +147,5 @@ class Noisy(torch.optim.SGD):
 
 def test_one_that_draws_numbers_is_not_and_leaves_the_script_s_numbers_alone() -> None:
     before = torch.get_rng_state()
-    assert not coupled(Noisy(parameters(), lr=0.1))
+    assert "coupled" not in unit_of(Noisy(parameters(), lr=0.1)).facts
     assert torch.equal(torch.get_rng_state(), before)

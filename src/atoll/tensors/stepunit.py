@@ -21,6 +21,7 @@ from atoll.tensors.elementwise import (
     NotElementwiseError,
     copy_for,
     elementwise_state_keys,
+    random_numbers_kept,
     tried_alike,
 )
 from atoll.tensors.modes import has_modes
@@ -28,6 +29,7 @@ from atoll.tensors.steptrials import steps_complex_as_real
 from atoll.tensors.torch_compat import tree_leaves
 from atoll.tensors.wrapped import nbytes
 
+_MOST_GROUPS = 4  # that are tried for it: it lies in the class, and in few of its settings
 _COUPLED = "it looks at the gradients of all parameters in a step"
 _COMPLEX = "it steps complex parameters otherwise than their real views"
 
@@ -77,18 +79,20 @@ def unit_of(
 
     Raises UserError for another word, and for "element" where the optimizer cannot step flat parameters.
     """
-    unit = _tried(optimizer, asked, device)
-    if asked != "element" and not unit.calls_closure and _is_coupled(optimizer, device):
-        facts = {**unit.facts, "unit": "tensor", "why": _COUPLED, "coupled": True}
-        return Unit(set(), _COUPLED, facts)
-    return unit
+    here = next((_place_of(group) for group in optimizer.param_groups), torch.device("cpu"))
+    with random_numbers_kept(device or here):
+        unit = _tried(optimizer, asked, device)
+        if asked == "element" or unit.calls_closure or not _is_coupled(optimizer, device):
+            return unit
+    why = unit.why if "moves" in unit.facts else _COUPLED
+    return Unit(set(), why, {**unit.facts, "unit": "tensor", "why": why, "coupled": True})
 
 
 def _is_coupled(optimizer: torch.optim.Optimizer, device: torch.device | None) -> bool:
     tried: list[object] = []
     for group in optimizer.param_groups:
         settings = (here := _place_of(group), tried_alike(group))
-        if settings not in tried:
+        if settings not in tried and len(tried) < _MOST_GROUPS:
             tried.append(settings)
             if is_coupled(optimizer, group, device or here):
                 return True
