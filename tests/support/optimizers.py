@@ -231,3 +231,20 @@ class ModulusSGD(torch.optim.Optimizer):
                 state["momentum"].mul_(0.9).add_(parameter.grad)
                 state["square"].mul_(0.9).add_(parameter.grad.abs().square())
                 parameter.sub_(group["lr"] * state["momentum"] / (state["square"].sqrt() + 0.1))
+
+
+class Damped(torch.optim.Optimizer):
+    """SGD with settings beside its param groups: an argument, what follows from it, and a count of steps."""
+
+    def __init__(self, params: Any, lr: float = 0.1, damping: float = 1.0) -> None:
+        super().__init__(params, {"lr": lr})
+        self.damping, self.offset, self.steps = damping, 0.0, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        del closure
+        self.steps += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] / (self.damping + self.offset))

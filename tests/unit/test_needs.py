@@ -465,6 +465,20 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         "optimizer LBFGS calls the script's closure several times in a step, and sync.nonfinite 'skip'",
         "set sync.nonfinite to stop or allow",
     ),
+    "optimizer-coupled": (
+        Choices({"coupled": True, "optimizer": "Prodigy", "sync": "bsp", "run.strategy": "server"}),
+        "optimizer Prodigy looks at the gradients of all parameters in a step, as clipping by their norm "
+        "does, and strategy 'server' steps them apart",
+        "use strategy ring or hierarchical, or take that out of it (max_grad_norm=0, say) and call "
+        "session.clip_grad_norm_ before the step",
+    ),
+    "optimizer-coupled-in-tiers": (
+        Choices({"coupled": True, "optimizer": "Prodigy", "sync": "local", "store": "tiered"}),
+        "optimizer Prodigy looks at the gradients of all parameters in a step, as clipping by their norm "
+        "does, and with budgets of memory a step is made chunk by chunk",
+        "leave out the budgets, or take that out of it (max_grad_norm=0, say) and call "
+        "session.clip_grad_norm_ before the step",
+    ),
     "optimizer-by-tensor": (
         Choices({**BY_TENSOR, "store": "sharded", "memory.sharding": "symmetric"}),
         "optimizer Muon is not element-wise (it came out different), and memory.sharding 'symmetric' cuts",
@@ -565,10 +579,20 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         "session.prepare(bf16='masters'): optimizer LBFGS calls the script's closure within a step",
         "or use an optimizer whose step() needs no closure, such as torch.optim.AdamW or SGD",
     ),
+    "bf16-coupled": (
+        Choices({"bf16": "masters", "coupled": True, "optimizer": "Prodigy"}),
+        "session.prepare(bf16='masters'): optimizer Prodigy looks at the gradients of all parameters in a",
+        "or use an optimizer that steps each parameter by its own gradient, such as torch.optim.AdamW or SGD",
+    ),
     "bf16-modes": (
         Choices({"bf16": "masters", "modes": True, "optimizer": "AdamWScheduleFree"}),
         "session.prepare(bf16='masters'): optimizer AdamWScheduleFree changes parameters by its state in",
         "or use an optimizer without them, such as torch.optim.AdamW or SGD",
+    ),
+    "attribute-elsewhere": (
+        Choices({**AT_HOME, "attribute": "damping", "value": 2.0, "former": 1.0}),
+        "optimizer.damping is 2.0 here, and 1.0 in the process that makes the optimizer's steps, which knows",
+        "and let step() read it there, or use strategy ring or hierarchical",
     ),
     "settings-elsewhere": (
         Choices({**AT_HOME, "setting": "param_groups[0]['x']", "kind": "set"}),

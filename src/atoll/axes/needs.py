@@ -639,6 +639,23 @@ def _of_models() -> Iterator[Need]:
         "cannot leave out a part of it; set sync.nonfinite to stop or allow",
         PrepareError,
     )
+    coupled = "optimizer {optimizer} looks at the gradients of all parameters in a step, as clipping by their"
+    coupled += " norm does, and "
+    own = "or take that out of it (max_grad_norm=0, say) and call session.clip_grad_norm_ before the step"
+    yield Need(
+        "optimizer-coupled",
+        prepare,
+        {"coupled": Is(True), "sync": Is("bsp", "ssp", "asp", "peers")},
+        coupled + "strategy {run.strategy!r} steps them apart; use strategy ring or hierarchical, " + own,
+        PrepareError,
+    )
+    yield Need(
+        "optimizer-coupled-in-tiers",
+        prepare,
+        {"coupled": Is(True), "store": Is("tiered", "sharded", "lent")},
+        coupled + "with budgets of memory a step is made chunk by chunk; leave out the budgets, " + own,
+        PrepareError,
+    )
     yield Need(
         "optimizer-data",
         prepare,
@@ -740,6 +757,15 @@ def _of_models() -> Iterator[Need]:
         PrepareError,
     )
     yield Need(
+        "attribute-elsewhere",
+        ("prepare", "call"),
+        {"steps": Is("home"), "attribute": Given()},
+        "optimizer.{attribute} is {value!r} here, and {former!r} in the process that makes the optimizer's "
+        "steps, which knows its class, its arguments and its param groups; keep it in the param groups, and "
+        "let step() read it there, or use strategy ring or hierarchical",
+        UserError,
+    )
+    yield Need(
         "settings-elsewhere",
         ("prepare", "call"),
         {"steps": Is("home"), "setting": Given()},
@@ -777,6 +803,13 @@ def _of_bf16() -> Iterator[Need]:
             {"closure": Is("needed")},
             "optimizer {optimizer} calls the script's closure within a step, when the float32 values are not "
             "rounded yet; leave bf16 out, or use an optimizer whose step() needs no closure, such as "
+            "torch.optim.AdamW or SGD",
+        ),
+        (
+            "coupled",
+            {"coupled": Is(True)},
+            "optimizer {optimizer} looks at the gradients of all parameters in a step, and these step one by "
+            "one; leave bf16 out, or use an optimizer that steps each parameter by its own gradient, such as "
             "torch.optim.AdamW or SGD",
         ),
         (

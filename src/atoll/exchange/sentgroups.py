@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from atoll.axes.choices import Choices
 from atoll.axes.needs import check
+from atoll.tensors.attributes import check_attributes, plain_attributes
 from atoll.tensors.settings import Settings
 from atoll.wire.messages import plain_hyperparameters
 
@@ -49,8 +50,12 @@ def _beside(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     `block_size` and, in an object of their own, bitsandbytes' `min_8bit_size`: those in which one that is
     made of the param groups alone differs."""
     if optimizer not in _BESIDE:
-        kept, made = _kept(optimizer), _kept(_made_of_groups(optimizer))
-        _BESIDE[optimizer] = tuple(name for name, value in kept.items() if made.get(name, value) != value)
+        kept, made = _kept(optimizer), _kept(_made_of(optimizer))
+        names = tuple(name for name, value in kept.items() if made.get(name, value) != value)
+        elsewhere = _made_of(optimizer, **{name: kept[name] for name in names})
+        if elsewhere is not None:
+            check_attributes(plain_attributes(optimizer), plain_attributes(elsewhere))
+        _BESIDE[optimizer] = names
     names = _BESIDE[optimizer]
     kept = _kept(optimizer) if names else {}
     return {name: list(kept[name]) if isinstance(kept[name], tuple) else kept[name] for name in names}
@@ -76,11 +81,14 @@ def _kept(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None and _is_plain(value)}
 
 
-def _made_of_groups(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+def _made_of(optimizer: torch.optim.Optimizer, **beside: Any) -> torch.optim.Optimizer | None:
+    """Return an optimizer of the same class, made of the first param group and of arguments beside it; None
+    if that raises."""
     class_: Any = type(optimizer)
     group = optimizer.param_groups[0]
     given = {key: group[key] for key in inspect.signature(class_).parameters if key in group}
     given.pop("params", None)
+    given.update(beside)
     try:
         made: torch.optim.Optimizer = class_([nn.Parameter(torch.zeros(2))], **given)
     except Exception:  # the process that makes it says so

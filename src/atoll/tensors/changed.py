@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -36,7 +38,7 @@ class ChangedParameters:
         if former is None or former.numel() != new.numel():
             return [parameter for _, _, parameter in self._slots]
         inside = self._first[self._first < new.numel()]
-        heads = (former[inside] != new[inside]).tolist()
+        heads = _differ(former[inside], new[inside])
         return [
             parameter
             for index, (begin, end, parameter) in enumerate(self._slots)
@@ -53,7 +55,7 @@ class ChangedParameters:
 class Looks:
     """Decides when values are compared with those that were written last.
 
-    A write through `p.data` raises no version, and a comparison reads all values. A script that makes such
+    A write through `.data` raises no version, and a comparison reads all values. A script that makes such
     writes makes them in most steps: the first looks compare, and later ones seldom.
     """
 
@@ -73,6 +75,13 @@ class Looks:
     def compare_always(self) -> None:
         """Compare in every look from now on: the script makes such writes."""
         self._always = True
+
+
+def _differ(one: Tensor, other: Tensor) -> list[bool]:
+    """Return for each element of two 1-D tensors whether its bits differ: NaN equals itself."""
+    size = one.element_size()
+    found = one.view(torch.uint8).ne(other.view(torch.uint8)).view(-1, size).any(1).tolist()
+    return cast("list[bool]", found)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

@@ -13,19 +13,24 @@ the shapes that the optimizer's own parameters have.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections import defaultdict
-from collections.abc import Iterable
+import random
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from atoll.tensors.torch_compat import drop_step_hooks
 from atoll.tensors.wrapped import clone
 
+_REPLACED = frozenset({"param_groups", "state"})  # of an optimizer, in its copies
 _LEAST_RATE = 0.01  # of learning: with a smaller one (0, at the start of a warm-up) all updates look alike
 
 
@@ -90,7 +95,7 @@ def elementwise_state_keys(
 
     Raises NotElementwiseError if the trial does not show that the optimizer is element-wise.
     """
-    group = {**group, **_fast_enough(group)}
+    group = {**group, **fast_enough(group)}
     own = {shape for shape in shapes if 1 < math.prod(shape) <= _MOST_ELEMENTS}
     largest = sorted(own, key=lambda shape: (math.prod(shape), shape))[-_MOST_SHAPES:]
     probes = _PROBES[:1] if trusted else (*_PROBES, *map(_of_shape, largest))
@@ -111,7 +116,7 @@ def tried_alike(group: dict[str, Any]) -> list[tuple[str, Any]]:
     ]
 
 
-def _fast_enough(group: dict[str, Any]) -> dict[str, Any]:
+def fast_enough(group: dict[str, Any]) -> dict[str, Any]:
     """Return a learning rate large enough to show an update, where the group's own is too small."""
     rate = group.get("lr")
     if isinstance(rate, Tensor) and rate.numel() == 1 and abs(rate.item()) < _LEAST_RATE:
@@ -205,6 +210,44 @@ def _try(
     return [p.detach() for p in parameters], [probe.state[p] for p in parameters]
 
 
+def _copied(value: Any) -> Any:
+    """Return a copy of what a step may change in place: counts, histories, generators.
+
+    Modules, parameters and other objects stay the optimizer's own.
+    """
+    if isinstance(value, nn.Parameter):
+        return value
+    if isinstance(value, Tensor):
+        return clone(value.detach())
+    if isinstance(value, torch.Generator):
+        made = torch.Generator(value.device)
+        made.set_state(value.get_state())
+        return made
+    if isinstance(value, (np.random.Generator, np.random.RandomState, random.Random, np.ndarray)):
+        return copy.deepcopy(value)
+    if isinstance(value, dict):
+        copied = copy.copy(value)
+        copied.update({key: _copied(each) for key, each in value.items()})
+        return copied
+    if type(value) in (list, tuple, set, frozenset):
+        return type(value)(map(_copied, value))
+    if isinstance(value, deque):
+        return deque(map(_copied, value), value.maxlen)
+    return value
+
+
+@contextmanager
+def random_numbers_kept(device: torch.device) -> Iterator[None]:
+    """Return a context after which the script's generators of random numbers are as they were."""
+    python, numbers = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numbers)
+
+
 def begin_training(optimizer: torch.optim.Optimizer) -> None:
     """Call the `train()` of an optimizer that has modes, such as schedule-free ones, before a trial of its
     step."""
@@ -222,13 +265,10 @@ def copy_for(
     of the method.
     """
     probe = object.__new__(type(optimizer))
-    probe.__dict__.update(optimizer.__dict__)
+    kept = {name: value for name, value in vars(optimizer).items() if name not in _REPLACED}
+    probe.__dict__.update({name: _copied(value) for name, value in kept.items()})
     drop_step_hooks(probe)
-    hyperparameters = {
-        key: clone(value) if isinstance(value, Tensor) else value
-        for key, value in group.items()
-        if key != "params"
-    }
+    hyperparameters = {key: _copied(value) for key, value in group.items() if key != "params"}
     probe.param_groups = [{**hyperparameters, "params": parameters}]
     probe.state = defaultdict(dict)
     begin_training(probe)

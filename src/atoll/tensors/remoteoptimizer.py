@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from atoll.tensors.attributes import WatchedAttributes
 from atoll.tensors.chunkstate import State
 from atoll.tensors.lazy import read_whole
 from atoll.tensors.modes import ShownInModes
@@ -72,6 +73,7 @@ class RemoteOptimizer(ParameterOptimizer):
         self._keeps_state, self._elsewhere = keeps_state, elsewhere
         self._make, self._fetch, self._home = make, fetch, home
         self._settings, self._sent = settings, None
+        self._attributes = WatchedAttributes(optimizer)
         self._take_scaling_back = leave_scaling_to(optimizer) if counts_skips else None
         self._accepted, self._is_loading, self._is_back = True, False, False
         self._why_lost = "an error ended the session: go on from a checkpoint (session.save, session.load)"
@@ -162,6 +164,7 @@ class RemoteOptimizer(ParameterOptimizer):
         if self._accepted:
             self._divide_by_scale()
         forget_scaling_left_to(optimizer)  # both are done; some optimizers' loops refuse them
+        self._attributes.check()
         self._sent = self._settings()
         self._leave_out()
         return args, kwargs
@@ -188,6 +191,7 @@ class RemoteOptimizer(ParameterOptimizer):
         self._forget()  # a state that state_dict has fetched is out of date
         self._make(self._accepted, self._sent)
         super()._after(optimizer, args, kwargs)
+        self._attributes.stepped()
 
 
 def _tell_of_lost_state(optimizer: torch.optim.Optimizer, home: str, why: str) -> None:

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from atoll.core.errors import UserError
+from atoll.tensors.coupling import is_coupled
 from atoll.tensors.elementwise import (
     MovesDataError,
     NotElementwiseError,
     copy_for,
     elementwise_state_keys,
+    random_numbers_kept,
     tried_alike,
 )
 from atoll.tensors.modes import has_modes
@@ -27,6 +29,8 @@ from atoll.tensors.steptrials import steps_complex_as_real
 from atoll.tensors.torch_compat import tree_leaves
 from atoll.tensors.wrapped import nbytes
 
+_MOST_GROUPS = 4  # that are tried for it: it lies in the class, and in few of its settings
+_COUPLED = "it looks at the gradients of all parameters in a step"
 _COMPLEX = "it steps complex parameters otherwise than their real views"
 
 
@@ -70,8 +74,36 @@ def unit_of(
         asked: the script's own word, "element" or "tensor"; None: a trial decides.
         device: where the trial is made; None: where the parameters lie.
 
+    The fact "coupled" says that a step looks at the gradients of all parameters (`coupling.py`): whole
+    tensors are not enough where they are stepped apart.
+
     Raises UserError for another word, and for "element" where the optimizer cannot step flat parameters.
     """
+    here = next((_place_of(group) for group in optimizer.param_groups), torch.device("cpu"))
+    with random_numbers_kept(device or here):
+        unit = _tried(optimizer, asked, device)
+        if asked == "element" or unit.calls_closure or not _is_coupled(optimizer, device):
+            return unit
+    why = unit.why if "moves" in unit.facts else _COUPLED
+    return Unit(set(), why, {**unit.facts, "unit": "tensor", "why": why, "coupled": True})
+
+
+def _is_coupled(optimizer: torch.optim.Optimizer, device: torch.device | None) -> bool:
+    tried: list[object] = []
+    for group in optimizer.param_groups:
+        settings = (here := _place_of(group), tried_alike(group))
+        if settings not in tried and len(tried) < _MOST_GROUPS:
+            tried.append(settings)
+            if is_coupled(optimizer, group, device or here):
+                return True
+    return False
+
+
+def _place_of(group: Mapping[str, Any]) -> torch.device:
+    return group["params"][0].device if group["params"] else torch.device("cpu")
+
+
+def _tried(optimizer: torch.optim.Optimizer, asked: str | None, device: torch.device | None) -> Unit:
     facts: dict[str, Any] = {"optimizer": type(optimizer).__name__}
     if asked is not None:
         facts["step"] = asked
@@ -92,8 +124,7 @@ def unit_of(
     shapes = {tuple(p.shape) for group in optimizer.param_groups for p in group["params"]}
     try:
         for group in optimizer.param_groups:
-            here = group["params"][0].device if group["params"] else torch.device("cpu")
-            settings = (here, tried_alike(group))
+            settings = (here := _place_of(group), tried_alike(group))
             if settings not in tried:
                 tried.append(settings)
                 keys |= elementwise_state_keys(

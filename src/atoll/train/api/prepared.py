@@ -614,7 +614,8 @@ def _settings(models: Sequence[ScriptModel]) -> dict[nn.Parameter, str]:
                     raise PrepareError(
                         f"parameter {position} of the optimizer's param group {index}, of shape "
                         f"{tuple(parameter.shape)}, is not in the model; put every module that it steps into "
-                        "one nn.ModuleList and prepare that"
+                        "one nn.ModuleList and prepare that, or give a parameter of no module to the model: "
+                        "model.register_parameter(name, parameter)"
                     )
                 if owner.setdefault(parameter, number) != number:
                     raise PrepareError(

@@ -520,8 +520,7 @@ class MeanExchange(Server):
 
     @torch.no_grad()
     def step(self, accepted: bool, hyperparameters: Hyperparameters, turn: Turn = ALL) -> None:
-        edited = self._store.edited() if accepted else []  # a step left out needs no gradients
-        edited = [chunk for chunk in edited if turn.chunks is None or chunk in turn.chunks]
+        edited = self._store.edited(turn.chunks) if accepted else []  # a step left out needs no gradients
         written = self.parameters.take_changes()
         with self.parameters.stepping(turn.chunks):
             values = self._make_step(accepted, hyperparameters, edited, turn, written)

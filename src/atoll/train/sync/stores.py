@@ -26,6 +26,7 @@ from atoll.train.gradients.messages import BucketChunk
 from atoll.train.gradients.reducer import Clipping
 from atoll.train.gradients.tiersums import Holder, TierCarrier, gradient_from, note_nonfinite, values_from
 
+_SMALL_BYTES = 4 * 2**20  # of a model on a CPU, of which every mean is compared: that takes a millisecond
 UNDER_WAY = MOST_UNDER_WAY  # the most chunks that are on their way, out or in, at once
 
 # Returns a run of a chunk's gradients as it leaves, given `present`, `start` and `stop`.
@@ -78,9 +79,9 @@ class Store(Protocol):
     def has_mean(self) -> bool:
         """True if the mean is still shown, and not all zeros."""
 
-    def edited(self) -> list[int]:
-        """Return the chunks in which the script has changed or replaced a gradient since the mean was
-        shown."""
+    def edited(self, of: Collection[int] | None = None) -> list[int]:
+        """Return the chunks, among those `of` (None: all), in which the script has changed or replaced a
+        gradient since the mean was shown."""
 
     def clip(self, by: Clipping) -> tuple[Tensor, float]:
         """Clip the gradients that are shown; return the norm before, and the factor for the shards.
@@ -154,7 +155,11 @@ class Resident:
         """
         self._bounds, self._keeps = list(chunks), keeps
         self._gradients = published if published is not None else {}
-        self._shown: list[tuple[Tensor | None, int]] = []
+        self._shown: list[tuple[Tensor | None, int, int]] = []
+        self._means: dict[int, Tensor] = {}  # by chunk: the mean that is shown, if this one is compared
+        self._mean_looks = Looks()
+        self._is_small = sum(each.flat.nbytes for each in self._bounds) <= _SMALL_BYTES
+        self._is_small &= all(each.flat.is_cpu for each in self._bounds)
         self._outgoing: dict[tuple[int, int], Buffer] = {}  # by chunk and turn: copies on their way
         self._written: dict[int, Tensor] = {}  # by chunk: the values that were written into the parameters
         self._is_written: set[int] = set()  # chunks that hold what was written into them
@@ -221,27 +226,53 @@ class Resident:
         chunk.publish(present) if self._keeps else chunk.show(present)
 
     def end_mean(self) -> None:
+        self._shows(compares=self._mean_looks.compares() or self._is_small)
+
+    def _shows(self, *, compares: bool) -> None:
+        """Notice the script's edits from now on. `compares`: those too that raise no version."""
         self._shown = self._gradients_seen()
+        self._means = {
+            chunk_id: chunk.published.flat.detach().to("cpu", copy=True)
+            for chunk_id, chunk in (self._gradients if compares else {}).items()
+        }
 
     def has_mean(self) -> bool:
         views = [(p, view) for c in self._gradients.values() for p, view in c.slots()]
         return any(parameter.grad is view and bool(view.any()) for parameter, view in views)
 
-    def edited(self) -> list[int]:
+    def edited(self, of: Collection[int] | None = None) -> list[int]:
         now = iter(zip(self._shown, self._gradients_seen(), strict=True))
         found = []
         for chunk_id, chunk in self._gradients.items():
             pairs = [next(now) for _ in chunk.bound.parameters]
-            if any(before[0] is not after[0] or before[1] != after[1] for before, after in pairs):
+            if of is not None and chunk_id not in of:
+                continue
+            seen = any(before[0] is not after[0] or before[1:] != after[1:] for before, after in pairs)
+            if seen or self._is_edited_unseen(chunk_id):
                 found.append(chunk_id)
         return found
+
+    def _is_edited_unseen(self, chunk: int) -> bool:
+        """True if the script has changed a chunk's mean without a new version, if this mean is compared."""
+        if chunk not in self._means:
+            return False
+        now = self._gradients[chunk].published.flat.detach().cpu()
+        names = self._comparing[chunk].names_between(self._means[chunk], now)
+        if names and self._mean_looks.missed_some and not self._is_small:
+            raise UserError(
+                f"the gradient of parameter {names[0]!r} was changed by the script through p.grad.data, and "
+                "changes before may have been lost; write with torch.no_grad(): p.grad.clamp_(...), say"
+            )
+        if names:
+            self._mean_looks.compare_always()
+        return bool(names)
 
     def clip(self, by: Clipping) -> tuple[Tensor, float]:
         edited = self.edited()
         norm, coefficient = by.clip()
         if edited:  # the edited gradients themselves are sent
             return norm, 1.0
-        self._shown = self._gradients_seen()
+        self._shows(compares=bool(self._means))
         return norm, coefficient
 
     def made_of_mean(self, chunk: int) -> tuple[Sequence[bool], Tensor, Payload]:
@@ -249,9 +280,10 @@ class Resident:
         present, flat = gradients.collect(), gradients.published.flat
         return present, flat, bytes_of(flat)
 
-    def _gradients_seen(self) -> list[tuple[Tensor | None, int]]:
+    def _gradients_seen(self) -> list[tuple[Tensor | None, int, int]]:
+        """Return each gradient, its version, and where its values lie."""
         return [
-            (p.grad, -1 if p.grad is None else version_of(p.grad))
+            (p.grad, -1, 0) if p.grad is None else (p.grad, version_of(p.grad), _place(p.grad))
             for chunk in self._gradients.values()
             for p in chunk.bound.parameters
         ]
@@ -430,12 +462,12 @@ class InTiers:
                 return True
         return False
 
-    def edited(self) -> list[int]:
+    def edited(self, of: Collection[int] | None = None) -> list[int]:
         held = self._held()
         return [
             chunk_id
             for chunk_id, bound in self._bounds.items()
-            if self._all_edited or held.edited(bound.parameters)
+            if (of is None or chunk_id in of) and (self._all_edited or held.edited(bound.parameters))
         ]
 
     def clip(self, by: Clipping) -> tuple[Tensor, float]:
@@ -524,6 +556,10 @@ def gradient_as_it_lies(bound: BoundChunk, present: Sequence[bool]) -> Tensor | 
     if not alike or gradient.numel() != bound.chunk.extent or gradient.device.type != "cpu":
         return None
     return gradient.detach().as_strided((bound.chunk.extent,), (1,))
+
+
+def _place(gradient: Tensor) -> int:
+    return gradient.data_ptr() if gradient.layout == torch.strided else 0
 
 
 def _checksums(bound: BoundChunk, flat: Tensor) -> list[int]:
