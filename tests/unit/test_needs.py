@@ -602,12 +602,12 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
     "load-in-iteration": (
         Choices({**AT_HOME, "call": "optimizer.load_state_dict", "waits": True, "run.strategy": "peers"}),
         "optimizer.load_state_dict between a backward and optimizer.step(): under strategy 'peers' another",
-        "call it before the backward, or after the step",
+        "put it before the forward, or after the step",
     ),
     "load-in-groups": (
         Choices({"call": "session.load", "grouped": True}),
         "session.load: the workers are in groups already",
-        "call it before the loop, after session.prepare",
+        "put it before the loop, after session.prepare",
     ),
     "leased-drop-last": (
         Choices({"call": "session.sampler", "data": "leased", "drop_last": True}),

@@ -823,21 +823,25 @@ def _of_bf16() -> Iterator[Need]:
         yield Need(f"bf16-{name}", ("prepare",), {"bf16": Given(), **cell}, what + why, PrepareError)
 
 
+# By which a script puts an optimizer's state in the place of the one that lies elsewhere:
+_LOADS = ("optimizer.load_state_dict", "a change of optimizer.state")
+
+
 def _of_calls() -> Iterator[Need]:
     yield Need(
         "load-in-iteration",
         ("call",),
-        {"call": Is("optimizer.load_state_dict"), "steps": Is("home"), "waits": Is(True)},
-        "optimizer.load_state_dict between a backward and optimizer.step(): under strategy {run.strategy!r} "
-        "another process makes the step, with the state as it was at the backward; call it before the "
-        "backward, or after the step",
+        {"call": Is(*_LOADS), "steps": Is("home"), "waits": Is(True)},
+        "{call} between a backward and optimizer.step(): under strategy {run.strategy!r} another process "
+        "makes the step, with the state as it was at the backward; put it before the forward, or after the "
+        "step",
         UserError,
     )
     yield Need(
         "load-in-groups",
         ("call",),
-        {"call": Is("optimizer.load_state_dict", "session.load"), "grouped": Is(True)},
-        "{call}: the workers are in groups already; call it before the loop, after session.prepare",
+        {"call": Is(*_LOADS, "session.load"), "grouped": Is(True)},
+        "{call}: the workers are in groups already; put it before the loop, after session.prepare",
         UserError,
     )
     yield Need(

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from atoll.memory.gradients import TrainedChunk
 from atoll.memory.interrupts import uninterrupted
-from atoll.memory.ondemand import StatesOnDemand
 from atoll.memory.stepqueue import Settings, StepQueue
 from atoll.tensors.chunkstate import State
 from atoll.tensors.lazy import LazyTensor, read_whole
+from atoll.tensors.ondemand import StatesOnDemand
 from atoll.tensors.packing import moved
 from atoll.tensors.stephooks import Handle
 from atoll.tensors.stepunit import tensor_bytes

@@ -29,6 +29,7 @@ from atoll.tensors.tensorfile import storage_key
 from atoll.tensors.wrapped import clone, is_wrapped
 
 CHANGE_BEFORE = "add and remove parameters and groups before it"
+LOAD, CHANGE = "optimizer.load_state_dict", "a change of optimizer.state"  # calls that load a state
 PREPARE_AGAIN = "call session.prepare again after the change, on every worker"
 
 
@@ -42,8 +43,10 @@ class StepHooks:
     closure; `again`: not for the first time in this step. `has_batch()` returns True if a backward has left
     gradients that no step has used.
 
-    Where steps are made elsewhere, `begin_load(state_dict)` runs before the script's own `load_state_dict`
-    and returns what to load, and `end_load()` runs after it.
+    Where steps are made elsewhere, `begin_load(give, call)` runs before the script's own `load_state_dict`
+    (`call` is LOAD), and before its change of `optimizer.state` counts (CHANGE). `give` returns the
+    state_dict that the script brings, once all workers are in the call; what `begin_load` returns is loaded.
+    `end_load(call)` runs after it.
     """
 
     before: Callable[[], None]
@@ -53,8 +56,8 @@ class StepHooks:
     way_out: str = PREPARE_AGAIN
     evaluates: Callable[[bool], None] = lambda again: None  # noqa: ARG005
     has_batch: Callable[[], bool] = lambda: False
-    begin_load: Callable[[State], State] = lambda state_dict: state_dict
-    end_load: Callable[[], None] = lambda: None
+    begin_load: Callable[[Callable[[], State], str], State] = lambda give, call: give()  # noqa: ARG005
+    end_load: Callable[[str], None] = lambda call: None  # noqa: ARG005
 
 
 class ParameterOptimizer:
@@ -142,6 +145,10 @@ class ParameterOptimizer:
     def give_back(self, *_: Any, **__: Any) -> None:
         """Do nothing: the state has never left."""
 
+    def bring_changes(self) -> None:
+        """Bring what the script has changed in `optimizer.state` to where the steps are made. They are made
+        here, with that state."""
+
     def _leave_out(self) -> None:
         self._left_out = True
         for group in self.optimizer.param_groups:
@@ -217,6 +224,10 @@ class ChunkOptimizer:
 
     def give_back(self, *_: Any, **__: Any) -> None:
         """Do nothing: the state has never left."""
+
+    def bring_changes(self) -> None:
+        """Bring what the script has changed in `optimizer.state` to where the steps are made. They are made
+        here, with that state."""
 
     def save(self, into: Sequence[SavedState] = ()) -> list[SavedState]:
         """Return copies of all chunks' states for `rewind`, in the memory of an earlier result `into`."""

@@ -15,9 +15,9 @@ from atoll.tensors.attributes import WatchedAttributes
 from atoll.tensors.chunkstate import State
 from atoll.tensors.lazy import read_whole
 from atoll.tensors.modes import ShownInModes
-from atoll.tensors.optimizer import ParameterOptimizer, StepHooks
+from atoll.tensors.optimizer import CHANGE, LOAD, ParameterOptimizer, StepHooks
+from atoll.tensors.remotestate import RemoteState
 from atoll.tensors.stephooks import Handle
-from atoll.tensors.stepunit import tensor_bytes
 from atoll.tensors.torch_scaling import (
     forget_scaling_left_to,
     infinity_left_to,
@@ -33,7 +33,8 @@ class RemoteOptimizer(ParameterOptimizer):
     """An optimizer whose steps are made elsewhere: its own code steps no parameter.
 
     A load_state_dict by the script is passed to `hooks`, which bring the loaded state to where the steps are
-    made. The session, which brings it itself, loads inside `loading`.
+    made. The session, which brings it itself, loads inside `loading`. A change of `optimizer.state` by the
+    script goes the same way, before the next forward or step (`bring_changes`).
 
     A GradScaler lets a fused optimizer's kernel divide the gradients and skip a step with infinities
     (`optimizer.grad_scale`, `optimizer.found_inf`). No kernel runs here, so both are done before `make`.
@@ -70,8 +71,8 @@ class RemoteOptimizer(ParameterOptimizer):
         elsewhere: Collection[nn.Parameter] | None = None,
     ) -> None:
         super().__init__(optimizer, hooks)
-        self._keeps_state, self._elsewhere = keeps_state, elsewhere
-        self._make, self._fetch, self._home = make, fetch, home
+        self._keeps_state, self._make, self._home = keeps_state, make, home
+        self._state = RemoteState(optimizer, fetch, elsewhere, home)
         self._settings, self._sent = settings, None
         self._attributes = WatchedAttributes(optimizer)
         self._take_scaling_back = leave_scaling_to(optimizer) if counts_skips else None
@@ -79,9 +80,10 @@ class RemoteOptimizer(ParameterOptimizer):
         self._why_lost = "an error ended the session: go on from a checkpoint (session.save, session.load)"
         self._handles += [
             optimizer.register_state_dict_pre_hook(lambda _: self._show()),
+            optimizer.register_state_dict_post_hook(lambda _, found: self._state.hide_from(found)),
             optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: self._before_load(state_dict)),
             optimizer.register_load_state_dict_post_hook(lambda _: self._after_load()),
-            ShownInModes(optimizer, self._show, self._forget),
+            ShownInModes(optimizer, self._show, self._state.hide),
         ]
 
     @contextmanager
@@ -96,11 +98,19 @@ class RemoteOptimizer(ParameterOptimizer):
 
     def _before_load(self, state_dict: State) -> State:
         self.restore()
-        return state_dict if self._is_loading else self._hooks.begin_load(state_dict)
+        return state_dict if self._is_loading else self._hooks.begin_load(lambda: state_dict, LOAD)
 
     def _after_load(self) -> None:
+        self._state.loaded()
         if not self._is_loading:
-            self._hooks.end_load()
+            self._hooks.end_load(LOAD)
+            self._state.forget()
+
+    def bring_changes(self) -> None:
+        if self._state.is_due and self._state.has_changes():
+            self._state.put(self._hooks.begin_load(self._state.whole, CHANGE))
+            self._hooks.end_load(CHANGE)
+            self._state.forget()
 
     def takes_states(self, take: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         """Pass each state_dict to `take` before a load; the optimizer loads the dict that `take` returns."""
@@ -127,38 +137,27 @@ class RemoteOptimizer(ParameterOptimizer):
         if comes_later:
             self._is_back = True
             return
-        self._show()
-        states = self.optimizer.state
-        why = lacks_room(sum(map(tensor_bytes, states.values())))
+        self.restore()
+        why = self._state.give_back(lacks_room, read)
         if why:
-            states.clear()
             self._why_lost = f"{why}: save it inside the session (session.save), or raise the budgets"
-            return
-        for state in states.values():
-            for key, value in state.items():
-                state[key] = read(value)
-        self._is_back = True
+        self._is_back = not why
 
     def close(self) -> None:
         super().close()
+        self._state.close()
         if self._keeps_state and not self._is_back:
             _tell_of_lost_state(self.optimizer, self._home, self._why_lost)
         if self._take_scaling_back is not None:
             self._take_scaling_back()
 
-    def _forget(self) -> None:
-        """Drop the state here of parameters that are stepped elsewhere."""
-        for parameter in list(self.optimizer.state):
-            if self._elsewhere is None or parameter in self._elsewhere:
-                del self.optimizer.state[parameter]
-
     def _show(self) -> None:
         self.restore()
-        self._forget()
-        for parameter, state in self._fetch().items():
-            self.optimizer.state[parameter] = state
+        self._state.show()
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        self.restore()
+        self.bring_changes()
         args, kwargs = super()._before(optimizer, args, kwargs)
         self._accepted = not self._left_out and not infinity_left_to(self.optimizer)
         if self._accepted:
@@ -188,7 +187,7 @@ class RemoteOptimizer(ParameterOptimizer):
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.restore()
-        self._forget()  # a state that state_dict has fetched is out of date
+        self._state.forget()
         self._make(self._accepted, self._sent)
         super()._after(optimizer, args, kwargs)
         self._attributes.stepped()

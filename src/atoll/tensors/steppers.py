@@ -40,6 +40,11 @@ class Steppers:
         for each in self._steppers:
             each.give_back(lacks_room, read, comes_later=comes_later)
 
+    def bring_changes(self) -> None:
+        """Bring what the script has changed in the optimizers' `state` to where the steps are made."""
+        for each in self._steppers:
+            each.bring_changes()
+
     def restore(self) -> None:
         """Undo what failing steps left behind."""
         for each in self._steppers:

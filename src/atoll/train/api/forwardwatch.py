@@ -20,7 +20,8 @@ from atoll.train.sync.strategies import Stepper
 class ForwardWatch:
     """The watch on one of the script's models.
 
-    Before a forward it checks that the model has its parameters, and that they lie where they train. When a
+    Before a forward it checks that the model has its parameters, and that they lie where they train, and a
+    change of `optimizer.state` goes to where the steps are made. When a
     backward that leaves gradients reaches the forward's output, it counts the batch's samples, and asks for
     the reduction at that backward's end.
 
@@ -32,6 +33,7 @@ class ForwardWatch:
         stepper: the stepper of that model.
         backward: the end of the session's backwards.
         among: True if the model trains as one with others.
+        steps_elsewhere: True if another process makes the optimizer's steps.
     """
 
     def __init__(
@@ -44,9 +46,11 @@ class ForwardWatch:
         backward: BackwardEnd,
         *,
         among: bool,
+        steps_elsewhere: bool,
     ) -> None:
         self._model, self._chunks, self._check = model, chunks, check
         self._reducer, self._stepper, self._backward = reducer, stepper, backward
+        self._steps_elsewhere = steps_elsewhere
         accumulates, own = reducer.sum.accumulates, None
         if among:
             accumulates, parameters = model.accumulates, set(model.parameters.values())
@@ -73,6 +77,8 @@ class ForwardWatch:
                 bound.check_kinds()
         self._check.before_forward()
         self._backward.before_forward()
+        if self._steps_elsewhere:
+            self._stepper.bring_changes()
         self._model.given.batches.forward()
 
     def _reached(self, seen: SeenSamples | None) -> None:

@@ -2,24 +2,25 @@
 a node's CPU side.
 
 It is a call that all workers make, between two iterations. They compare what they load; then the state goes
-to its place as at `session.load`, with the parameters that the workers have. Source: docs/server.md;
-docs/peers.md.
+to its place as at `session.load`, with the parameters that the workers have. A change of `optimizer.state`
+goes the same way, at the next forward or step. Source: docs/server.md; docs/peers.md.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from atoll.axes.needs import check
 from atoll.core.config import Config
 from atoll.core.errors import UserError
+from atoll.tensors.chunkstate import State
 from atoll.tensors.lazy import LazyTensor
+from atoll.tensors.optimizer import CHANGE, LOAD
 from atoll.tensors.packing import pack
 from atoll.tensors.torch_compat import tree_map_only
 from atoll.train.api.collectives import Collectives
@@ -28,8 +29,12 @@ from atoll.train.api.prepared import Prepared
 from atoll.train.api.stepset import StepSet
 from atoll.train.members.meetings import bytes_of
 
-LOAD = "optimizer.load_state_dict"
 _OR = "or go on from a checkpoint (session.load, session.resume)"
+_UNLIKE = {
+    LOAD: f"worker {{}} loads other {{}} than worker {{}}; load the same state_dict on every worker, {_OR}",
+    CHANGE: "worker {} has another {} than worker {}; make equal changes on every worker, at one step (under "
+    "ssp and asp after session.barrier()), or give each the same state with optimizer.load_state_dict",
+}
 
 
 class StateLoads:
@@ -38,55 +43,77 @@ class StateLoads:
     def __init__(self, runtime: Runtime, collectives: Collectives, config: Config) -> None:
         self._runtime, self._collectives, self._config = runtime, collectives, config
 
-    def begin(self, prepared: Prepared, of: StepSet, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Meet the other workers, before the optimizer takes `state_dict`; return what it is to take.
+    def begin(self, prepared: Prepared, of: StepSet, give: Callable[[], State], call: str) -> State:
+        """Meet the other workers, before the optimizer takes the state_dict that `give` returns; return what
+        it is to take. `call` is LOAD, or CHANGE for a state that the script has changed in its place.
 
         Raises UserError, before anything is changed, if workers load different states or hold different
         parameters, for a state that does not fit the optimizer, and between a backward and its step.
         A worker that has yet to enter a run under way loads by itself: the run's state comes as it enters.
         """
         if self._runtime.late:
-            return state_dict
-        self._check(waits=_waits(prepared))
-        with self._call(prepared, of):
+            return give()
+        self._check(call, waits=_waits(prepared))
+        with self._call(prepared, of, call):
             reducer = prepared.reducer
             if reducer.phase.awaits_step:  # the script has left the step out
                 reducer.drop_kept()
                 reducer.phase.reduced = False
             wrote = self._collectives.before_load()
-            found, failure = dict[str, Any](), ""
+            if call == CHANGE:  # what the script has left as it was is fetched, once nobody steps any more
+                self._runtime.workers.gather("", f"{call} (the other workers)")
+            found, failure = State(), ""
             try:
-                found = _without_none(tree_map_only(LazyTensor, _to_host, dict(state_dict)), of.unit.keys)
+                found = _without_none(tree_map_only(LazyTensor, _to_host, dict(give())), of.unit.keys)
                 digests = _digests(found, of)
             except UserError as error:
-                failure, digests = f"{LOAD}: {error}", ["", ""]
+                failure, digests = f"{call}: {error}", ["", ""]
             except (LookupError, TypeError, ValueError, AttributeError) as error:
-                failure = f"{LOAD}: it is no state of an optimizer ({type(error).__name__}: {error})"
+                failure = f"{call}: it is no state of an optimizer ({type(error).__name__}: {error})"
                 digests = ["", ""]
-            self._compare(failure, digests, wrote=wrote)
-            for other in prepared.sets:  # on every worker: the first one, which sets up anew, may be lost
-                if other is not of:
-                    _bring_here(other.optimizer)
+            self._compare(call, failure, digests, wrote=wrote)
+            self._bring_others(prepared, of, call)
         return found
 
-    def end(self, prepared: Prepared, of: StepSet) -> None:
+    def _bring_others(self, prepared: Prepared, of: StepSet, call: str) -> None:
+        """Have the model's other optimizers hold their state, which goes back with that of the one that is
+        loaded.
+
+        Raises UserError if the script has changed it on workers unlike.
+        """
+        others = [each for each in prepared.sets if each is not of]
+        if not others:
+            return
+        digest = hashlib.sha256()
+        for other in others:  # on every worker: the first one, which sets up anew, may be lost
+            for parameter, state in list(other.optimizer.state.items()):
+                other.optimizer.state[parameter] = tree_map_only(LazyTensor, _to_host, state)
+                if parameter in other.parameters:
+                    digest.update(_packed(state))
+        told = self._runtime.workers.gather(digest.hexdigest(), f"{call} (the other optimizers' states)")
+        for rank, its in zip(self._runtime.workers.ranks, told, strict=True):
+            if its != told[0]:
+                unlike = _UNLIKE[CHANGE].format(rank, "state", self._runtime.workers.ranks[0])
+                raise UserError(f"{CHANGE} of another optimizer: {unlike}")
+
+    def end(self, prepared: Prepared, of: StepSet, call: str) -> None:
         """Bring the state that the optimizer has taken to its place. All workers go on at one iteration."""
         if self._runtime.late:
             return
-        with self._call(prepared, of):
+        with self._call(prepared, of, call):
             told = self._runtime.workers.gather(
-                [prepared.reducer.steps, self._is_grouped], f"{LOAD} (the workers' iterations)"
+                [prepared.reducer.steps, self._is_grouped], f"{call} (the workers' iterations)"
             )
-            self._check(grouped=any(each[1] for each in told))  # a worker may move as it waits in a meeting
+            self._check(call, grouped=any(each[1] for each in told))  # a worker may move in a meeting
             prepared.reducer.steps = told[0][0]  # under asp workers have made unequally many
             for each in self._runtime.state.prepared:
                 if each.reducer.losses is not None:  # of the steps before
                     each.reducer.losses.clear()
             self._runtime.strategy.loaded()
 
-    def _call(self, prepared: Prepared, of: StepSet) -> AbstractContextManager[None]:
+    def _call(self, prepared: Prepared, of: StepSet, call: str) -> AbstractContextManager[None]:
         which = "" if len(prepared.sets) == 1 else f"optimizer {prepared.sets.index(of)}"
-        return self._collectives.call(LOAD, which)
+        return self._collectives.call(call, which)
 
     @property
     def _is_grouped(self) -> bool:
@@ -94,35 +121,32 @@ class StateLoads:
         regrouping = self._runtime.regrouping
         return regrouping is not None and regrouping.grouping > 0
 
-    def _check(self, **facts: Any) -> None:
-        check("call", self._runtime.choices(self._config, None, call=LOAD, steps="home", **facts))
+    def _check(self, call: str, **facts: Any) -> None:
+        check("call", self._runtime.choices(self._config, None, call=call, steps="home", **facts))
 
-    def _compare(self, failure: str, digests: list[str], *, wrote: bool) -> None:
+    def _compare(self, call: str, failure: str, digests: list[str], *, wrote: bool) -> None:
         """Return once all workers have brought equal states, and hold equal parameters.
 
         Values that the script has written count, if all have written equal ones. Else all take the newest.
         """
         workers, own = self._runtime.workers, [failure, digests, wrote, self._is_grouped]
-        told = workers.gather(own, f"{LOAD} (the other workers' states)")
+        told = workers.gather(own, f"{call} (the other workers' states)")
         ranks = workers.ranks
-        self._check(grouped=any(each[3] for each in told))
+        self._check(call, grouped=any(each[3] for each in told))
         for rank, (said, its, _, _) in zip(ranks, told, strict=True):
             if said:
                 raise UserError(failure or f"worker {rank}: {said}")
             if its != told[0][1]:
                 part = "param_groups" if its[0] != told[0][1][0] else "state"
-                raise UserError(
-                    f"{LOAD}: worker {rank} loads other {part} than worker {ranks[0]}; load the same "
-                    f"state_dict on every worker, {_OR}"
-                )
+                raise UserError(f"{call}: {_UNLIKE[call].format(rank, part, ranks[0])}")
         if not any(each[2] for each in told):
             self._collectives.take_newest()
-        values = workers.gather(_digest_of_values(self._runtime), f"{LOAD} (the workers' parameters)")
+        values = workers.gather(_digest_of_values(self._runtime), f"{call} (the workers' parameters)")
         ranks = workers.ranks  # one may have been lost meanwhile
         for rank, its in zip(ranks, values, strict=True):
             if its != values[0]:
                 raise UserError(
-                    f"{LOAD}: the script has written other values into parameters on worker {rank} than on "
+                    f"{call}: the script has written other values into parameters on worker {rank} than on "
                     f"worker {ranks[0]}, and they go along with the state; write equal values on every "
                     f"worker, after session.barrier() if not into all parameters, {_OR}"
                 )
@@ -149,13 +173,6 @@ def _without_none(state_dict: dict[str, Any], keys: set[str]) -> dict[str, Any]:
 def _to_host(lazy: Tensor) -> Tensor:
     assert isinstance(lazy, LazyTensor)
     return lazy.source().cpu()  # it may lie where the loaded state is about to go
-
-
-def _bring_here(optimizer: torch.optim.Optimizer) -> None:
-    """Have an optimizer hold its own state, which goes back with that of the one that is loaded."""
-    optimizer.state_dict()
-    for parameter, state in optimizer.state.items():
-        optimizer.state[parameter] = tree_map_only(LazyTensor, _to_host, state)
 
 
 def _digests(state_dict: Mapping[str, Any], of: StepSet) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import torch
@@ -20,6 +20,7 @@ from atoll.memory.over import refuse_apart
 from atoll.memory.sharded import Sharded
 from atoll.tensors.bf16 import Float32Steps, Precision, check_precision
 from atoll.tensors.binding import BoundChunk, check_bindable, specs_of
+from atoll.tensors.chunkstate import State
 from atoll.tensors.clipping import check_max_norm
 from atoll.tensors.lazy import read_whole
 from atoll.tensors.optimizer import CHANGE_BEFORE, PREPARE_AGAIN
@@ -87,13 +88,13 @@ class Steps(Protocol):
 
 
 class Loads(Protocol):
-    """The session's acts around a load of an optimizer's state by the script, where the state lies elsewhere
-    (`train/api/loads.py`)."""
+    """The session's acts around a load, or a change, of an optimizer's state by the script, where the state
+    lies elsewhere (`train/api/loads.py`)."""
 
-    def begin(self, prepared: Prepared, of: StepSet, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Act before an optimizer loads `state_dict`; return what it is to load."""
+    def begin(self, prepared: Prepared, of: StepSet, give: Callable[[], State], call: str) -> State:
+        """Act before an optimizer loads what `give` returns; return what it is to load."""
 
-    def end(self, prepared: Prepared, of: StepSet) -> None:
+    def end(self, prepared: Prepared, of: StepSet, call: str) -> None:
         """Act after an optimizer has loaded a state."""
 
 
@@ -299,7 +300,14 @@ class Prepared:
         self._norms = lies.norms(self.norm)
         self._forwards = [
             ForwardWatch(
-                each, trained, self._check, self.reducer, self.stepper, backward, among=len(given) > 1
+                each,
+                trained,
+                self._check,
+                self.reducer,
+                self.stepper,
+                backward,
+                among=len(given) > 1,
+                steps_elsewhere=self.steps_elsewhere,
             )
             for each in self.models
         ]

@@ -72,8 +72,8 @@ class StepSet:
         watch: GradientWatch | None = None,
         float32: Float32Steps | None = None,
         *,
-        loads: Callable[[StepSet, State], State],
-        loaded: Callable[[StepSet], None],
+        loads: Callable[[StepSet, Callable[[], State], str], State],
+        loaded: Callable[[StepSet, str], None],
     ) -> None:
         self._model, self.optimizer, self.unit, self._watch = model, optimizer, unit, watch
         self.float32 = float32

@@ -27,6 +27,7 @@ from atoll.net.returning import Payload
 from atoll.store.balance import balance
 from atoll.tensors.bf16 import Float32Optimizer, Float32Steps
 from atoll.tensors.binding import BoundChunk, carve
+from atoll.tensors.ondemand import drop_states
 from atoll.tensors.optimizer import ChunkOptimizer, ParameterOptimizer, StepHooks
 from atoll.tensors.packing import PACKED, moved, pack, unpack
 from atoll.tensors.payload import tensor_of
@@ -530,9 +531,7 @@ class ServedModel:
     def fetch_parameters(self) -> None:
         """Take the parameters with which this worker begins its next iteration."""
         for optimizer in self._training.optimizers:
-            for bound in self._training.chunks:
-                for parameter in bound.parameters:
-                    optimizer.state.pop(parameter, None)
+            drop_states(optimizer.state, [p for bound in self._training.chunks for p in bound.parameters])
         self.exchange.parameters.forget_changes()
         self.exchange.parameters.pull(self.exchange.steps)
         self.exchange.parameters.publish()

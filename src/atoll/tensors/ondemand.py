@@ -1,9 +1,10 @@
-"""`optimizer.state` of parameters whose states lie in payloads."""
+"""`optimizer.state` of parameters whose states lie elsewhere: in payloads of tiers, or where the steps are
+made."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -22,12 +23,15 @@ class StatesOnDemand(defaultdict[nn.Parameter, State]):
     Args:
         parameters: parameters whose states lie elsewhere.
         fetch: copies one parameter's state; {} if it has none.
+
+    Attributes:
+        touched: True if a state was fetched, put here or cleared since `taken` was called last.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], fetch: Callable[[nn.Parameter], State]) -> None:
         super().__init__(dict)
         self._elsewhere = dict.fromkeys(parameters, True)  # False: cleared by the script
-        self._fetch = fetch
+        self._fetch, self.touched = fetch, False
 
     def taken(self) -> dict[nn.Parameter, State]:
         """Return the states that the script may have changed, by parameter, and hold none of `parameters`
@@ -38,7 +42,24 @@ class StatesOnDemand(defaultdict[nn.Parameter, State]):
             if state is not None:
                 changed[parameter] = state
         self._elsewhere = dict.fromkeys(self._elsewhere, True)
+        self.touched = False
         return changed
+
+    def candidates(self) -> dict[nn.Parameter, State | None]:
+        """Return the states of `parameters` that the script may have changed: those that are held here, and
+        None for each that it has cleared."""
+        found: dict[nn.Parameter, State | None] = {}
+        for parameter, elsewhere in self._elsewhere.items():
+            if super().__contains__(parameter):
+                found[parameter] = super().__getitem__(parameter)
+            elif not elsewhere:
+                found[parameter] = None
+        return found
+
+    def leave(self, parameter: nn.Parameter) -> None:
+        """Let a parameter's state, which the script has not changed, lie elsewhere again."""
+        super().pop(parameter, None)
+        self._elsewhere[parameter] = True
 
     def become(self, states: Mapping[Any, State], *, whole: bool) -> None:
         """Hold these states.
@@ -58,6 +79,10 @@ class StatesOnDemand(defaultdict[nn.Parameter, State]):
             raise UserError(why)
 
         self._fetch = lost
+
+    def here(self) -> dict[Any, State]:
+        """Return the states that are held here."""
+        return dict(super().items())
 
     def held(self) -> set[nn.Parameter]:
         """Return the parameters whose states are held here."""
@@ -81,6 +106,25 @@ class StatesOnDemand(defaultdict[nn.Parameter, State]):
                 if state:
                     self[parameter] = state
 
+    def __setitem__(self, parameter: nn.Parameter, state: State) -> None:
+        self.touched = True
+        super().__setitem__(parameter, state)
+
+    def update(self, *states: Any, **_: Any) -> None:
+        for parameter, state in dict(*states).items():
+            self[parameter] = state
+
+    def setdefault(self, parameter: Any, default: Any = None) -> Any:
+        if parameter not in self:
+            self[parameter] = default
+        return self[parameter]
+
+    def popitem(self) -> Any:
+        parameter = next(reversed(list(self)), None)
+        if parameter is None:
+            raise KeyError("popitem(): the optimizer has no state")
+        return parameter, self.pop(parameter)
+
     def get(self, parameter: Any, default: Any = None) -> Any:
         found = parameter in self
         return self[parameter] if found else default
@@ -91,10 +135,12 @@ class StatesOnDemand(defaultdict[nn.Parameter, State]):
             return super().pop(parameter, *default)
         if parameter in self._elsewhere:
             self._elsewhere[parameter] = False
+        self.touched = True
         return super().pop(parameter)
 
     def clear(self) -> None:
         self._elsewhere = dict.fromkeys(self._elsewhere, False)
+        self.touched = True
         super().clear()
 
     def __delitem__(self, parameter: nn.Parameter) -> None:
@@ -127,6 +173,28 @@ class StatesOnDemand(defaultdict[nn.Parameter, State]):
         self.fill()
         return super().items()
 
+    def copy(self) -> Any:
+        return defaultdict(dict, self.items())
+
+    __copy__ = copy
+
+    def __eq__(self, other: object) -> bool:
+        return bool(dict(self.items()) == other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self.copy())
+
     def __reduce__(self) -> Any:
         """Copy and pickle as the plain defaultdict of an optimizer."""
         return defaultdict, (dict, dict(self.items()))
+
+
+def drop_states(states: Any, parameters: Iterable[nn.Parameter]) -> None:
+    """Drop the states of `parameters` from an optimizer's `state`: they lie elsewhere from here on."""
+    if isinstance(states, StatesOnDemand):
+        states.taken()
+        return
+    for parameter in parameters:
+        states.pop(parameter, None)
