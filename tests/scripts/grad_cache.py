@@ -3,12 +3,12 @@
 
 import torch
 from torch.nn.functional import cross_entropy, normalize
-from torch.optim import Adam
+from torch.optim import SGD
 from trial import drawn, join, keep, keep_loss, perceptron, shares
 
 with join() as session:
     model = perceptron(8, 32, 32, 32, 32, 32, 16)
-    optimizer = Adam(model.parameters(), lr=0.01)
+    optimizer = SGD(model.parameters(), lr=0.5, momentum=0.9)
     session.prepare(model, optimizer)
     for step in range(4):
         optimizer.zero_grad()

@@ -6,7 +6,7 @@ from trial import batch, join, keep, keep_loss, mine, perceptron
 
 with join() as session:
     model = perceptron()
-    optimizer = Adam(model.parameters(), lr=0.01)
+    optimizer = Adam(model.parameters(), lr=0.01, eps=0.01)
     session.prepare(model, optimizer)
     for step in range(6):
         x, y = mine(session, *batch(step))
