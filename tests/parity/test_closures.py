@@ -11,8 +11,8 @@ from kinds import check_equal
 from torch import Tensor, nn
 
 import atoll
-from atoll.core.errors import PrepareError, UserError
-from support.pool import WorkerPool
+from atoll.core.errors import PrepareError
+from support.pool import JobFailedError, WorkerPool
 from support.runs import alone, model, run_at
 
 WORLD, STEPS = 2, 3
@@ -196,12 +196,13 @@ def train_twice(session: atoll.Session | None, unit: Literal["tensor"] | None) -
     return [p.detach().clone() for p in net.parameters()]
 
 
-def test_a_second_call_is_one_line_or_computed() -> None:
+def test_a_second_call_is_one_line_or_computed(pool: WorkerPool) -> None:
     """Where the closure runs before the step, a second call would have given no new gradients, in silence."""
     line = r"TwiceByFormula.step\(\) calls its closure several times, and here .* step='tensor'"
-    with pytest.raises(UserError, match=line):
-        alone(train_twice, None)
-    assert all(map(torch.equal, alone(train_twice, "tensor"), train_twice(None, None)))
+    with pytest.raises(JobFailedError, match=line):
+        run_at(pool, "ring", train_twice, None)
+    for unit in (None, "tensor"):
+        assert all(map(torch.equal, alone(train_twice, unit), train_twice(None, None)))
 
 
 @pytest.mark.parametrize("make", [lbfgs, sam])

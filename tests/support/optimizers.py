@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -248,3 +249,29 @@ class Damped(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     p.sub_(p.grad, alpha=group["lr"] / (self.damping + self.offset))
+
+
+class Looking(torch.optim.Optimizer):
+    """SGD with momentum whose step looks at its whole state, in one of the ways that `how` names."""
+
+    def __init__(self, params: Any, lr: float = 0.1, how: str = "empty") -> None:
+        super().__init__(params, {"lr": lr})
+        self.how = how
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        del closure
+        if self.how == "empty" and not self.state:
+            self.first = True
+        elif self.how == "values":
+            self.largest = max([float(each["buffer"].abs().max()) for each in self.state.values()], default=0)
+        elif self.how == "replaced":
+            kept: Any = {p: state for p, state in self.state.items() if p.requires_grad}
+            self.state = defaultdict(dict, kept)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    buffer = state.setdefault("buffer", torch.zeros_like(p))
+                    buffer.mul_(0.9).add_(p.grad)
+                    p.sub_(buffer, alpha=group["lr"])

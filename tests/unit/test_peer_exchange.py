@@ -153,6 +153,12 @@ def test_what_was_published_before_the_model_was_set_up_anew_is_of_no_use(node: 
     for value in (7.0, 8.0):  # both are on their way when the model is brought anew
         node.side.publish(1, 1, values=value)
     held = [p.detach().clone() for p in node.model.parameters()]
+    (group,) = node.optimizer.param_groups
+    settings = {key: value for key, value in group.items() if key != "params"}
+    places = list(range(len(group["params"])))
+    (prepared,) = node.session._state.prepared
+    with prepared.stepper.loading():  # as for a checkpoint without a momentum
+        node.optimizer.load_state_dict({"state": {}, "param_groups": [{**settings, "params": places}]})
     node.session._runtime.strategy.loaded()
     assert node.side.of(Release) == []
     assert all(torch.equal(a, b) for a, b in zip(held, node.model.parameters(), strict=True))

@@ -71,6 +71,7 @@ class StatesOnDemand(defaultdict[nn.Parameter, State]):
         super().clear()
         self._elsewhere = dict.fromkeys(self._elsewhere, not whole)
         self.update(states)
+        self.touched |= whole
 
     def lose(self, why: str) -> None:
         """Raise UserError with `why` from now on, when a script asks for a state that lies elsewhere."""
@@ -99,12 +100,15 @@ class StatesOnDemand(defaultdict[nn.Parameter, State]):
 
     def fill(self, fetch: Callable[[nn.Parameter], State] | None = None) -> None:
         """Fetch every state that is not held here, by `fetch` if it is given."""
-        fetch = fetch or self._fetch
+        fetch, has_fetched = fetch or self._fetch, False
         for parameter, elsewhere in self._elsewhere.items():
             if elsewhere and not super().__contains__(parameter):
                 state = fetch(parameter)
                 if state:
-                    self[parameter] = state
+                    self[parameter], has_fetched = state, True
+        for parameter in self._elsewhere if has_fetched else ():  # in the order of the parameters
+            if super().__contains__(parameter):
+                super().__setitem__(parameter, super().pop(parameter))
 
     def __setitem__(self, parameter: nn.Parameter, state: State) -> None:
         self.touched = True
@@ -113,6 +117,10 @@ class StatesOnDemand(defaultdict[nn.Parameter, State]):
     def update(self, *states: Any, **_: Any) -> None:
         for parameter, state in dict(*states).items():
             self[parameter] = state
+
+    def __ior__(self, states: Any) -> StatesOnDemand:  # type: ignore[override,misc]
+        self.update(states)
+        return self
 
     def setdefault(self, parameter: Any, default: Any = None) -> Any:
         if parameter not in self:

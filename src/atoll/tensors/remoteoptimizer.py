@@ -166,7 +166,12 @@ class RemoteOptimizer(ParameterOptimizer):
         self._attributes.check()
         self._sent = self._settings()
         self._leave_out()
+        self._state.begin_step()
         return args, kwargs
+
+    def restore(self) -> None:
+        super().restore()
+        self._state.end_step()
 
     def _divide_by_scale(self) -> None:
         """Divide gradients whose division a GradScaler has left to the optimizer."""

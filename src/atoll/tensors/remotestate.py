@@ -8,8 +8,9 @@ nothing.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +18,30 @@ from torch import Tensor, nn
 from atoll.core.errors import UserError
 from atoll.tensors.chunkstate import State
 from atoll.tensors.lazy import read_whole
-from atoll.tensors.ondemand import StatesOnDemand
+from atoll.tensors.ondemand import StatesOnDemand, drop_states
 from atoll.tensors.outdated import GivenState, OutdatedStates
 from atoll.tensors.packing import Words, pack
 from atoll.tensors.stepunit import tensor_bytes
 from atoll.tensors.torch_compat import tree_map_only
+
+# By optimizer whose steps are made elsewhere: its state.
+_OF: WeakKeyDictionary[torch.optim.Optimizer, ReferenceType[RemoteState]] = WeakKeyDictionary()
+
+
+def settle_state(optimizer: torch.optim.Optimizer) -> None:
+    """Hold of an optimizer's state, if it lies elsewhere, only what the script has changed."""
+    state = _OF[optimizer]() if optimizer in _OF else None
+    if state is not None:
+        state.has_changes()
+
+
+def forget_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Hold no states of `parameters`: they lie elsewhere from here on."""
+    state = _OF[optimizer]() if optimizer in _OF else None
+    if state is None:
+        drop_states(optimizer.state, parameters)
+    else:
+        state.forget()
 
 
 class RemoteState:
@@ -50,18 +70,21 @@ class RemoteState:
         self._given: dict[nn.Parameter, tuple[Tensor, Words]] = {}  # to the script: copies, packed
         self._held: set[nn.Parameter] = set()  # parameters whose states were held before `show`
         self._outdated = OutdatedStates()
-        self._is_showing = self._has_left = False
+        self._is_showing = self._has_left = self._is_stepping = False
+        # torch's own classes look at the states of the parameters that they step, and these are left out.
+        self._hides_in_step = not type(optimizer).__module__.startswith("torch.")
         kept = {each: state for each, state in optimizer.state.items() if each not in self._elsewhere}
         self._shown.become(kept, whole=False)
         self._shown.taken()
         self._put_in_place()
+        _OF[optimizer] = ReferenceType(self)
 
     @property
     def is_due(self) -> bool:
         """False if the script cannot have changed a state since the last step."""
         shown = self._shown
         is_touched = shown.touched or bool(self._outdated) or self._optimizer.state is not shown
-        return is_touched and not self._has_left
+        return is_touched and not self._has_left and not self._is_stepping
 
     def has_changes(self) -> bool:
         """Return True if the script has changed a state since the last step. States that it has only read are
@@ -139,6 +162,28 @@ class RemoteState:
         self._given, self._fetched, self._is_showing = {}, None, False
         self._become(self._optimizer.state)
 
+    def begin_step(self) -> None:
+        """Show the optimizer's own step no states that lie elsewhere, until `end_step`.
+
+        It steps nothing here, and may look at all of them each time.
+        """
+        if self._hides_in_step and not self._has_left:
+            self._is_stepping = True
+            self._optimizer.state = defaultdict(dict, self._others(self._shown.here()))
+
+    def end_step(self) -> None:
+        """Show the script all states again; what the step made of others is kept."""
+        if not self._is_stepping:
+            return
+        self._is_stepping = False
+        others = self._others(self._optimizer.state)
+        for each in self._others(self._shown.here()).keys() - others.keys():
+            self._shown.pop(each)
+        was_touched = self._shown.touched
+        self._shown.update(others)
+        self._shown.touched = was_touched
+        self._put_in_place()
+
     def forget(self) -> None:
         """Hold no states that lie elsewhere: a step, or a load, has made those here outdated."""
         if self._has_left:
@@ -171,7 +216,10 @@ class RemoteState:
 
     def _leave(self, states: Mapping[Any, State], read: Callable[[Any], Any]) -> None:
         self._has_left = True
-        plain = {each: {key: read(value) for key, value in state.items()} for each, state in states.items()}
+        plain = {  # an optimizer may keep a tensor of its own under a name
+            each: {key: read(value) for key, value in state.items()} if isinstance(state, dict) else state
+            for each, state in states.items()
+        }
         self._optimizer.state = defaultdict(dict, plain)
 
     def _others(self, states: Mapping[Any, State]) -> dict[Any, State]:

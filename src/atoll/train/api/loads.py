@@ -22,6 +22,7 @@ from atoll.tensors.chunkstate import State
 from atoll.tensors.lazy import LazyTensor
 from atoll.tensors.optimizer import CHANGE, LOAD
 from atoll.tensors.packing import pack
+from atoll.tensors.remotestate import settle_state
 from atoll.tensors.torch_compat import tree_map_only
 from atoll.train.api.collectives import Collectives
 from atoll.train.api.compose import Runtime
@@ -86,6 +87,7 @@ class StateLoads:
             return
         digest = hashlib.sha256()
         for other in others:  # on every worker: the first one, which sets up anew, may be lost
+            settle_state(other.optimizer)
             for parameter, state in list(other.optimizer.state.items()):
                 other.optimizer.state[parameter] = tree_map_only(LazyTensor, _to_host, state)
                 if parameter in other.parameters:

@@ -26,8 +26,8 @@ from atoll.exchange.globalstate import pack_optimizer, unpack_optimizer
 from atoll.exchange.hostmemory import BUFFERS, HostMemory, make_file, map_bytes, plan_memory, slots_for
 from atoll.exchange.sentgroups import sent_groups
 from atoll.tensors.binding import BoundChunk
-from atoll.tensors.ondemand import drop_states
 from atoll.tensors.remoteoptimizer import RemoteOptimizer
+from atoll.tensors.remotestate import forget_state
 from atoll.tensors.settings import Settings, settings_of
 from atoll.tensors.shardoptimizer import full_name, own_path
 from atoll.train.checkpoint.resume import TrainingState
@@ -380,7 +380,7 @@ class PeerModel:
         self.exchange.begin_at(self._ready.iteration)
         if came_in and not worker.late:
             self._returned(self._ready.script)
-        drop_states(training.optimizer.state, [p for bound in training.chunks for p in bound.parameters])
+        forget_state(training.optimizer, [p for bound in training.chunks for p in bound.parameters])
 
     def _share_memory(self) -> tuple[HostMemory, list[str]]:
         """Return the memory that the leader makes for its CPU side, with the model's values in it.

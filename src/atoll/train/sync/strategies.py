@@ -27,11 +27,11 @@ from atoll.net.returning import Payload
 from atoll.store.balance import balance
 from atoll.tensors.bf16 import Float32Optimizer, Float32Steps
 from atoll.tensors.binding import BoundChunk, carve
-from atoll.tensors.ondemand import drop_states
 from atoll.tensors.optimizer import ChunkOptimizer, ParameterOptimizer, StepHooks
 from atoll.tensors.packing import PACKED, moved, pack, unpack
 from atoll.tensors.payload import tensor_of
 from atoll.tensors.remoteoptimizer import RemoteOptimizer
+from atoll.tensors.remotestate import forget_state
 from atoll.tensors.settings import Settings, settings_of, settings_of_all
 from atoll.tensors.shardoptimizer import full_name
 from atoll.tensors.steppers import Steppers
@@ -531,7 +531,7 @@ class ServedModel:
     def fetch_parameters(self) -> None:
         """Take the parameters with which this worker begins its next iteration."""
         for optimizer in self._training.optimizers:
-            drop_states(optimizer.state, [p for bound in self._training.chunks for p in bound.parameters])
+            forget_state(optimizer, [p for bound in self._training.chunks for p in bound.parameters])
         self.exchange.parameters.forget_changes()
         self.exchange.parameters.pull(self.exchange.steps)
         self.exchange.parameters.publish()
