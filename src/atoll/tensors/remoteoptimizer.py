@@ -108,7 +108,7 @@ class RemoteOptimizer(ParameterOptimizer):
 
     def bring_changes(self) -> None:
         if self._state.is_due and self._state.has_changes():
-            self._state.put(self._hooks.begin_load(self._state.whole, CHANGE))
+            self._state.hold(self._hooks.begin_load(self._state.whole, CHANGE))
             self._hooks.end_load(CHANGE)
             self._state.forget()
 

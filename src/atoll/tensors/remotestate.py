@@ -147,7 +147,7 @@ class RemoteState:
         groups = [[numbers[each] for each in group["params"]] for group in self._optimizer.param_groups]
         return {"state": states, "param_groups": [{"params": each} for each in groups]}
 
-    def put(self, state_dict: Mapping[str, Any]) -> None:
+    def hold(self, state_dict: Mapping[str, Any]) -> None:
         """Hold the states of a state_dict in the form of `whole`, and no others, until `forget`."""
         for state in self._shown.candidates().values():
             self._let_go(state)
