@@ -43,7 +43,7 @@ from atoll.groups.grouping import Grouping
 from atoll.hub.decisions import Decision, read_decisions
 from atoll.hub.planner import GroupingSettings, WorkerMeasurements
 from atoll.train.api.session import Session
-from atoll.train.data.leased_sampler import LeasedSampler
+from atoll.train.data.leased_sampler import LeasedBatches, LeasedSampler
 from atoll.train.data.sampler import ShardedSampler
 from atoll.train.sync.server import MeanExchange, Server
 from support.pool import FORKSERVER
@@ -166,6 +166,7 @@ class Plan:
     tiers: bool = False  # under budgets of memory: a third of the parameters on the device
     edits: bool = False  # bsp: the script clips each mean, and changes a part of it
     changes: bool = False  # the model is changed and prepared again, now and then
+    shares: bool = False  # asp: members take unlike parts, by speed; a worker's pause is for BATCH samples
 
 
 class Counting(nn.Module):
@@ -238,7 +239,15 @@ def counts(session: Session, who: int, plan: Plan) -> dict[str, Any]:
     optimizer = torch.optim.Adam(model.parameters(), lr=1.0, betas=(0.0, 0.0), eps=1e-30)
     session.prepare(model, optimizer)
     data = torch.arange(SAMPLES)
-    sampler = session.sampler(data, seed=7)
+    loader: Any
+    if plan.shares:
+        batches = session.batches(data, seed=7)
+        assert isinstance(batches, LeasedBatches)
+        sampler = batches.sampler
+        loader = torch.utils.data.DataLoader(data, batch_sampler=batches)  # type: ignore[arg-type]
+    else:
+        sampler = session.sampler(data, seed=7)  # type: ignore[assignment]
+        loader = torch.utils.data.DataLoader(data, batch_size=BATCH, sampler=sampler)  # type: ignore[arg-type]
     assert isinstance(sampler, LeasedSampler)
     session.resume()
     notes = Notes(who, session, model, folder)
@@ -248,12 +257,12 @@ def counts(session: Session, who: int, plan: Plan) -> dict[str, Any]:
         if plan.changes and epoch:
             model.grow(optimizer)
             session.prepare(model, optimizer)
-        for indices in torch.utils.data.DataLoader(data, batch_size=BATCH, sampler=sampler):  # type: ignore
+        for indices in loader:
             iteration, own = session.iteration, own_among(sampler, len(indices))
             given = indices[own > 0].tolist()
             optimizer.zero_grad()
             notes.add("tried", iteration, epoch=epoch, indices=given)
-            time.sleep(pause_of(who, folder))
+            time.sleep(pause_of(who, folder) * (len(indices) / BATCH if plan.shares else 1))
             model(indices, MOST * who + iteration % MOST, own).sum().backward()
             optimizer.step()
             notes.add("done", iteration, epoch=epoch, indices=given)
@@ -355,7 +364,13 @@ def work(who: int, plan: Plan, lingers: str = "") -> None:
     config = Config(
         run=Run(strategy="ps-hra"),
         chunks=Chunks(size="2KiB"),
-        sync=Sync(timeout="30s", consistency=plan.consistency, uplink=plan.uplink),  # type: ignore[arg-type]
+        sync=Sync(
+            timeout="30s",
+            consistency=plan.consistency,  # type: ignore[arg-type]
+            uplink=plan.uplink,  # type: ignore[arg-type]
+            global_batch=MOST * BATCH,
+            shares="auto" if plan.shares else "even",
+        ),
         groups=Groups(probe=PROBE),
         link=LinkOptions() if plan.tiers else LINK,
         memory=Memory(device="16KiB", chunk="4KiB") if plan.tiers else Memory(),

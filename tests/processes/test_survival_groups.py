@@ -114,6 +114,29 @@ def test_members_are_killed_at_points_of_an_iteration(tmp_path: Path) -> None:
     all_survive(tmp_path, dict(AT_POINTS))
 
 
+UNLIKE, PAUSES = ((0, 1, 2), (3,)), (0.06, 0.01, 0.01, 0.01)  # seconds for a batch of three
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_members_that_take_unlike_parts_go_on_without_one_that_is_killed(tmp_path: Path, who: int) -> None:
+    """Each sample counts once an epoch. Parts of those who are left are even, then follow speeds."""
+    hub = settings(UNLIKE, "asp")
+    with run_of(tmp_path / "run", "asp", hub=hub, pauses=PAUSES, shares=True) as made:
+        made.wait_for(lambda: most(made, 0) < most(made, 1), "the slow worker to take less")
+        os.kill(made.pid(who), signal.SIGKILL)
+        made.wait_for(lambda: made.decisions("worker died"), "the death to be known")
+        left = [[other for other in group if other != who] for group in UNLIKE]
+        made.wait_until_together(left)
+        if who == 1:
+            made.wait_for(lambda: most(made, 0) < most(made, 2), "the slow worker to take less again")
+        finish(made, [other for group in left for other in group])
+
+
+def most(made: Case, who: int) -> int:
+    """The most samples in the latest three batches of a worker."""
+    return max((len(line["indices"]) for line in made.lines(who)[-3:]), default=0)
+
+
 IN_TIERS = [
     some_die("asp", "leader", Fault(1, "group.committed", LEADS), tiers=True),
     some_die("asp", "leader", Fault(2, "ring.all_sent"), tiers=True),

@@ -37,6 +37,7 @@ from atoll.hub.turn import Turn
 from atoll.store.leases import Leases
 from atoll.store.members import Membership
 from atoll.wire.messages import (
+    Cut,
     Fenced,
     Grouped,
     Heartbeat,
@@ -202,6 +203,7 @@ class Hub:
             number=self.number,
             contributor=keys[-1][0] if in_group else 0,
             block=1 + what % 4 if in_group else 0,
+            cut=Cut({0: 2, 1: what % 3, 2: 1, 3: 3}, 1) if what % 3 else None,
         )
         asked, before = LeaseRequest(at=self.now, rank=who, lease=lease), self.book.lease_changes
         try:

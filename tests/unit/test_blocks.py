@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
 from atoll.core.errors import UserError
-from atoll.store.blocks import MOST_BLOCKS, Blocks, BlockState, EpochBlocks
+from atoll.store.blocks import MOST_BATCHES, MOST_BLOCKS, Blocks, BlockState, EpochBlocks
 from atoll.store.leases import Leases
-from atoll.wire.messages import Lease, Leased, Used
+from atoll.wire.messages import Cut, Lease, Leased, Used
 
 KEY, MEMBERS = (7, 20), (0, 2, 5)
 
 
-def ask(blocks: Blocks, worker: int, block: int, members: tuple[int, ...] = MEMBERS, **more: int) -> Leased:
+def ask(blocks: Blocks, worker: int, block: int, members: tuple[int, ...] = MEMBERS, **more: Any) -> Leased:
     request = Lease(
         incarnation=1, sampler=0, epoch=0, length=100, count=4, contributor=7, block=block, patient=True
     )
@@ -131,3 +133,20 @@ def test_an_earlier_epochs_block_is_kept_until_all_have_it() -> None:
     assert parts(blocks, 2)[0] == (first.start, first.stop)
     parts(blocks, 3, epoch=1)
     assert list(blocks.epochs[KEY]) == [(0, 1)]
+
+
+def test_the_first_asker_s_parts_hold_for_all_who_live() -> None:
+    blocks = Blocks(Leases())
+    cut = Cut({0: 5, 2: 3, 5: 1, 9: 7}, 1)  # worker 9 is no member any more
+    held = Cut({0: 5, 2: 3, 5: 1}, 1)
+    first = ask(blocks, 2, 1, count=2, cut=cut)
+    assert (first.start, first.stop, first.cut, first.block) == (0, 18, held, 1)
+    for worker in MEMBERS:  # whatever parts they know
+        assert ask(blocks, worker, 1, count=2, cut=Cut({0: 1, 2: 1, 5: 1})) == first
+    (epoch,) = blocks.epochs[KEY].values()
+    assert epoch.blocks == {1: BlockState(0, 18, [0, 2, 5], cut=held)}
+    assert [ask(blocks, worker, 2, (0, 5), count=2, cut=cut).stop for worker in (0, 5)] == [30, 30]
+    blocks = Blocks(Leases())
+    assert ask(blocks, 0, 1, count=2, cut=Cut({0: 0, 2: 0, 5: 0})).stop == 2  # nonsense ends nothing
+    blocks = Blocks(Leases())
+    assert ask(blocks, 0, 1, count=2**50, length=2**50, cut=Cut({0: 1})).stop == MOST_BATCHES

@@ -296,6 +296,19 @@ class TestRecorder:
         assert [event["reason"] for event in summary.events] == ["speed", "speed"]
         assert draw(run).stat().st_size > 10_000
 
+    def test_each_group_s_latest_shares_are_shown(self, run: RunDirectory) -> None:
+        recorder = Recorder(run, 4, "ps-hra")
+        first, second = {2: 9, 3: 7}, {0: 12, 1: 4}
+        for number, parts in enumerate((first, second, {2: 3, 3: 13}, {0: 5, 2: 11})):
+            what = {"what": "shares", "choice": "", "reason": "speed"}
+            speeds = dict.fromkeys(parts, 1.0)
+            chosen = SharesChosen(time=100.0 + number, worker=min(parts), parts=parts, speeds=speeds, **what)
+            write(run, chosen)
+            recorder.poll()
+            assert recorder.status().parts == [[9, 7], [12, 4, 9, 7], [12, 4, 3, 13], [5, 11]][number]
+        recorder.close()
+        assert [each.part for each in read_summary(run.summary).each_worker] == [5, 4, 11, 13]
+
     def test_an_end_that_was_passed_is_none(self, run: RunDirectory) -> None:
         """Workers that lease expect their share of an epoch, and a faster one is given more than that."""
         recorder = Recorder(run, 2, "server")

@@ -9,7 +9,9 @@ report of their iterations, `share_out` makes the largest of the times as small 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -388,6 +390,25 @@ def scaled(parts: Whole, total: int, least: int = 0, most: Whole | int = 0) -> W
         done = limited > some if beyond > 0 else limited < some
         left -= int(limited[done].sum())
         chosen, low, high = chosen[~done], low[~done], high[~done]
+
+
+def cut_run(
+    start: int, stop: int, parts: Mapping[int, int], least: int = 0
+) -> Iterator[dict[int, tuple[int, int]]]:
+    """Cut positions from `start` to `stop` into batches of as many samples as the workers' `parts` sum to,
+    the last of which may have fewer; yield each worker's positions in each batch, in the workers' order.
+
+    Part of a worker that gets no sample is empty. See `scaled` for `least`.
+    """
+    workers = sorted(parts)
+    weights = np.array([parts[worker] for worker in workers], dtype=np.int64)
+    if not weights.any():
+        weights = np.ones_like(weights)
+    whole = int(weights.sum())
+    for begin in range(start, stop, whole):
+        ends = begin + np.cumsum(scaled(weights, min(whole, stop - begin), least))
+        bounds = [begin, *ends.tolist()]
+        yield dict(zip(workers, pairwise(bounds), strict=True))
 
 
 def _in_proportion(parts: Whole, total: int) -> Whole:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
+from atoll.groups.shares import cut_run
 from atoll.hub.records import (
     AnyRecord,
     Began,
@@ -273,7 +274,7 @@ class Book:
             return leased, False
         key = (leased.sampler, leased.epoch)
         first = key not in self._dealt
-        self._dealt.setdefault(key, Counter())[record.rank] += leased.stop - leased.start
+        self._dealt.setdefault(key, Counter())[record.rank] += _samples_of(record.rank, leased)
         return leased, first
 
     @property
@@ -351,3 +352,11 @@ class Book:
             self.rings.restore(now, state.rings)
         if self.groups is not None and state.groups:
             self.groups.restore(now, state.groups)
+
+
+def _samples_of(rank: int, leased: Leased) -> int:
+    """Return the number of samples in a lease that are for the worker `rank`."""
+    if leased.cut is None:
+        return leased.stop - leased.start
+    parts = [batch[rank] for batch in cut_run(leased.start, leased.stop, leased.cut.parts, leased.cut.least)]
+    return sum(stop - start for start, stop in parts)

@@ -14,8 +14,9 @@ import msgspec
 
 from atoll.core.errors import UserError
 from atoll.store.leases import Key, Leases
-from atoll.wire.messages import Lease, Leased
+from atoll.wire.messages import Cut, Lease, Leased
 
+MOST_BATCHES = 64  # in a block of unlike parts
 MOST_BLOCKS = 1024  # of an epoch: how far a group's fastest member may be ahead of its slowest
 
 
@@ -28,12 +29,14 @@ class BlockState:
     Attributes:
         members: the ranks of the members that it is for, ascending.
         over: True if the epoch has no more positions.
+        cut: the members' parts; None: all are alike.
     """
 
     start: int
     stop: int
     members: list[int]
     over: bool = False
+    cut: Cut | None = None
 
 
 @dataclass
@@ -111,11 +114,18 @@ class Blocks:
 
     def _new_block(self, key: Key, members: Sequence[int], lease: Lease) -> BlockState | None:
         """Lease a block for all members; None if nothing is free now, but may be later."""
-        whole = msgspec.structs.replace(lease, count=lease.count * len(members), number=0)
+        cut = lease.cut
+        if cut is not None:
+            members = [member for member in members if member in cut.parts]
+            cut = Cut({member: cut.parts[member] for member in sorted(members)}, cut.least)
+        count = lease.count * len(members)
+        if cut is not None:
+            count = min(lease.count, MOST_BATCHES) * max(1, sum(cut.parts.values()))
+        whole = msgspec.structs.replace(lease, count=count, number=0)
         leased = self._leases.handle_lease(*key, whole)
         if leased.start == leased.stop and not leased.over and lease.patient:
             return None
-        return BlockState(leased.start, leased.stop, sorted(members), leased.over)
+        return BlockState(leased.start, leased.stop, sorted(members), leased.over, cut)
 
 
 def _forget(epochs: dict[tuple[int, int], EpochBlocks], lease: Lease, members: Sequence[int]) -> None:
@@ -131,7 +141,19 @@ def _forget(epochs: dict[tuple[int, int], EpochBlocks], lease: Lease, members: S
 
 
 def _part(lease: Lease, block: BlockState, worker: int) -> Leased:
-    """Return a worker's part of a block: contiguous parts in order of rank, the first ones longer by one."""
+    """Return a worker's part of a block: contiguous parts in order of rank, the first ones longer by one.
+
+    Of a block of unlike parts, return the whole block with the parts.
+    """
+    if block.cut is not None:
+        return msgspec.structs.replace(
+            _none(lease),
+            start=block.start,
+            stop=block.stop,
+            over=block.over,
+            block=lease.block,
+            cut=block.cut,
+        )
     size, more = divmod(block.stop - block.start, len(block.members))
     place = block.members.index(worker)
     start = block.start + place * size + min(place, more)

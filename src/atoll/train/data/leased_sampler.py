@@ -11,10 +11,11 @@ import torch
 from torch.utils.data import Sampler
 
 from atoll.core.errors import CheckpointError, RunError
-from atoll.train.data.given import GivenIndices
+from atoll.train.data.given import Given, GivenIndices
+from atoll.train.data.groupshares import GroupShares, MemberBatches
 from atoll.train.data.order import SampleOrder
 from atoll.train.data.runs import SampleRange, cut, joined, merged, positions, without
-from atoll.wire.messages import Leased, Used
+from atoll.wire.messages import Cut, Leased, Used
 
 FIRST_LEASE = 32  # samples in a lease until a batch has been seen
 BATCHES = 2  # in a lease: one in use, one ahead; with more, others wait longer at the end of an epoch
@@ -28,10 +29,12 @@ Ranges: TypeAlias = dict[int, list[tuple[int, int]]]  # positions of epochs' who
 
 
 class Lessor(Protocol):
-    """Signature of `HubClient.lease`: lease up to `count` positions of an epoch of `length` samples, within
-    `wait` seconds."""
+    """Signature of `Leases.lease`: lease up to `count` positions of an epoch of `length` samples, within
+    `wait` seconds. With `cut`, `count` batches in unlike parts."""
 
-    def __call__(self, sampler: int, epoch: int, length: int, count: int, wait: float) -> Leased: ...
+    def __call__(
+        self, sampler: int, epoch: int, length: int, count: int, wait: float, cut: Cut | None = None
+    ) -> Leased: ...
 
 
 _LATE = (
@@ -74,6 +77,7 @@ class LeasedSampler(Sampler[int]):
         wait: float = 0.0,
         on_index: Callable[[LeasedSampler], None] | None = None,
         mixes: Callable[[str], None] = lambda _line: None,
+        shares: GroupShares | None = None,
     ) -> None:
         """Lease the samples of a dataset. Raises UserError for a dataset without a length.
 
@@ -88,14 +92,16 @@ class LeasedSampler(Sampler[int]):
             wait: seconds; must exceed the hub's patience, or a death is noticed too late.
             on_index: called with the sampler before each index.
             mixes: called with a warning when samples of an earlier epoch come in the loop of a later one.
+            shares: the unlike parts in which a group's members take batches; None: all are alike.
         """
         self._samples = Samples(SampleOrder(dataset, seed, shuffle))
-        self._leasing = Leasing(self._samples, lease, number, lease_size)
+        self._leasing = Leasing(self._samples, lease, number, lease_size, shares)
         self._workers = max(1, workers)
         self._wait, self._on_index, self._mixes = wait, on_index, mixes
         self.shuffle = shuffle
         self.given = 0
-        self._taken = GivenIndices()
+        self._batches = None if shares is None else shares.batches
+        self._taken: Given = self._batches or GivenIndices()
         self._reported = 0  # the number of consumed samples that `used` has returned
         self._batch = 0  # the most samples that were consumed at once
         self._epoch = 0
@@ -172,7 +178,7 @@ class LeasedSampler(Sampler[int]):
 
     def leave_leased(self) -> None:
         """Drop leased positions that were not given. Other workers get them."""
-        self._leasing.queue.clear()
+        self._leasing.clear()
 
     def where(self) -> Where:
         """Return this worker's place in its data, which goes to `go_to` on all members of its group."""
@@ -192,7 +198,9 @@ class LeasedSampler(Sampler[int]):
         self._pending = sorted(epoch for epoch in earlier if 0 <= epoch < self._target)
 
     def committed(self) -> None:
-        """Do nothing: `used` reports the samples of a whole iteration."""
+        """Record a whole iteration: `used` reports its samples."""
+        if self._batches is not None:
+            self._batches.committed()
 
     # Checkpoints
 
@@ -356,7 +364,7 @@ class LeasedSampler(Sampler[int]):
         if self._whole and size >= max(1, self._batch):
             hand.seen += [run for run in left if run[0] >= 0]
         else:
-            self._leasing.queue.extendleft(reversed(left))
+            self._leasing.turn_back(left)
         self.given = self._reported = 0
         self._taken.begin()
 
@@ -480,8 +488,11 @@ class Leasing:
         loads: the number of times that the sampler was loaded.
     """
 
-    def __init__(self, samples: Samples, lease: Lessor, number: int, size: int) -> None:
+    def __init__(
+        self, samples: Samples, lease: Lessor, number: int, size: int, shares: GroupShares | None
+    ) -> None:
         self._samples, self._lease, self._number, self._size = samples, lease, number, size
+        self._shares = shares
         self.queue: deque[SampleRange] = deque()
         self.loads = 0
 
@@ -492,8 +503,20 @@ class Leasing:
 
     def load(self) -> None:
         """Begin new books at the hub, after a checkpoint is loaded."""
-        self.queue.clear()
+        self.clear()
         self.loads += 1
+
+    def clear(self) -> None:
+        """Forget leased positions."""
+        self.queue.clear()
+        if self._shares is not None:
+            self._shares.batches.ahead.clear()
+
+    def turn_back(self, runs: Sequence[SampleRange]) -> None:
+        """Queue runs again that were given and not used."""
+        self.queue.extendleft(reversed(runs))
+        if self._shares is not None:
+            self._shares.batches.turn_back()
 
     def next(self) -> tuple[int, int]:
         """Remove the first leased position; return its epoch and the position."""
@@ -510,13 +533,25 @@ class Leasing:
         length = len(self._samples.left(epoch)[0])
         if not length:
             return Leased(sampler=self.key, epoch=epoch, start=0, stop=0, over=True)
-        leased = self._lease(self.key, epoch, length, self._count(given, batch), wait)
+        cut = None if self._shares is None else self._shares.cut()
+        if cut is None:
+            leased = self._lease(self.key, epoch, length, self._count(given, batch), wait)
+        else:
+            leased = self._lease(self.key, epoch, length, BATCHES, wait, cut)
         if leased.stop > length:
             raise RunError(f"the hub leased samples to {leased.stop} of epoch {epoch}, which has {length}")
         return leased
 
     def take(self, leased: Leased) -> bool:
         """Queue a lease with its fills; return True if anything is queued."""
+        if leased.cut is not None:
+            assert self._shares is not None  # or there would be no `cut` in the request
+            for start, stop in self._shares.own(leased, leased.cut):
+                fills = start > stop
+                self.queue.append(
+                    (_filling(leased.epoch), 0, -stop) if fills else (leased.epoch, start, stop)
+                )
+            return bool(self.queue)
         missing = leased.length - (leased.stop - leased.start)
         if leased.start < leased.stop:
             self.queue.append((leased.epoch, leased.start, leased.stop))
@@ -533,10 +568,12 @@ class Leasing:
 
 class LeasedBatches(Sampler[list[int]]):
     """Batches of a LeasedSampler, for `DataLoader(batch_sampler=...)`. `size()` returns the size of the next
-    batch."""
+    batch, unless `batches` knows it."""
 
-    def __init__(self, sampler: LeasedSampler, size: Callable[[], int]) -> None:
-        self.sampler, self._size = sampler, size
+    def __init__(
+        self, sampler: LeasedSampler, size: Callable[[], int], batches: MemberBatches | None = None
+    ) -> None:
+        self.sampler, self._size, self._batches = sampler, size, batches
 
     @property
     def epoch(self) -> int:
@@ -548,8 +585,12 @@ class LeasedBatches(Sampler[list[int]]):
         self.sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[list[int]]:
-        indices = iter(self.sampler)
-        while batch := list(islice(indices, self._size())):
+        indices, batches = iter(self.sampler), self._batches
+        for first in indices:  # only with it may more be leased, whose batches have known sizes
+            size = batches.ahead.popleft() if batches is not None and batches.ahead else self._size()
+            batch = [first, *islice(indices, size - 1)]
+            if batches is not None:
+                batches.give(len(batch))
             yield batch
 
     def __len__(self) -> int:

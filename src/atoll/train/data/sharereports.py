@@ -26,15 +26,18 @@ _FEW = 16  # workers whose parts a decision lists one by one
 
 
 class SharedBatches(Protocol):
-    """The sampler that deals by shares (`train/data/sampler.py`: BatchesSampler).
+    """The batches that follow shares: those that a sampler deals (`train/data/sampler.py`: BatchesSampler),
+    or that a group leases (`train/data/groupshares.py`: GroupShares).
 
     Attributes:
         given: the ticks given in this deal.
-        world: the number of members.
     """
 
     given: int
-    world: int
+
+    @property
+    def world(self) -> int:
+        """The number of members."""
 
     @property
     def epoch(self) -> int:

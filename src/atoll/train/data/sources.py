@@ -17,6 +17,7 @@ from atoll.core.errors import UserError
 from atoll.groups.shares import Whole, are_held, even, scaled
 from atoll.train.checkpoint.resume import AnySampler, TrainingState
 from atoll.train.data.costs import Costs
+from atoll.train.data.groupshares import Group, GroupShares
 from atoll.train.data.leased_sampler import LeasedBatches, LeasedSampler
 from atoll.train.data.peerssampler import PeerBatches
 from atoll.train.data.sampler import BatchesSampler, ShardedSampler
@@ -26,6 +27,7 @@ from atoll.train.members.regrouping import Leases
 from atoll.train.sync.peers import Peers
 
 OnIndex = Callable[[AnySampler], None]
+Fill = Callable[[], int]  # returns the samples of a fill
 Arguments = Mapping[str, Any]  # seed, shuffle and drop_last
 
 
@@ -93,12 +95,7 @@ class UnevenShares:
             return None
         if self._sync.shares == "even":
             least = 0
-        if whole < world * least:
-            raise UserError(
-                f"sync.global_batch = {whole} is too small to give each of {world} workers {least} "
-                f"sample{'s' * (least != 1)}, the least of uneven parts (sync.least): set sync.global_batch "
-                f"to {world * least} or more, or sync.shares to even"
-            )
+        _check_least(whole, world, least)
         self._check_named(world)
         most = self._most(world)
         if line := self._is_beyond(whole, most, self._weights(world)):
@@ -109,6 +106,32 @@ class UnevenShares:
         forgotten = _nothing if reports is None else reports.forget
         first, caps = partial(self._first, whole, least), partial(self._caps, whole)
         return ShareSchedule(first, world, least, forgotten, caps)
+
+    def in_group(
+        self, ring: Group, members: Callable[[], int], least: Callable[[], int], whole: int, fill: Fill
+    ) -> GroupShares | None:
+        """Return the parts in which the members of a group take their part of batches of `whole` samples,
+        where each group leases data at its own pace; None: even parts.
+
+        Args:
+            ring: the group's ring.
+            members: returns the number of workers that share a batch, in all groups.
+            least: returns the least samples of a member that gets any.
+            whole: the samples of a batch.
+            fill: returns the samples of a fill.
+        """
+        if self._reports is None or self._is_followed:
+            return None
+        _check_least(whole, members(), least())
+        self._is_followed = True
+        return GroupShares(
+            ring,
+            self._reports,
+            part_of=lambda name: _part_of(whole, name, members()),
+            cap_of=partial(cap_of, self._sync),
+            least=least(),
+            fill=fill,
+        )
 
     def follow(self, sampler: BatchesSampler, schedule: ShareSchedule, whole: int) -> None:
         """Note the sampler that deals by `schedule`."""
@@ -162,6 +185,16 @@ class UnevenShares:
     def _first(self, whole: int, least: int, world: int) -> Whole:
         weights, most = self._weights(world), self._most(world)
         return scaled(weights, whole, least, most if are_held(whole, weights, most) else 0)
+
+
+def _check_least(whole: int, world: int, least: int) -> None:
+    """Raise UserError if a batch of `whole` samples has too few for `world` workers."""
+    if whole < world * least:
+        raise UserError(
+            f"sync.global_batch = {whole} is too small to give each of {world} workers {least} "
+            f"sample{'s' * (least != 1)}, the least of uneven parts (sync.least): set sync.global_batch "
+            f"to {world * least} or more, or sync.shares to even"
+        )
 
 
 def cap_of(sync: Sync, name: int) -> int:
@@ -291,6 +324,8 @@ class LeasedData:
         members: returns the number of workers that share a batch.
         wait: seconds for which the hub may hold up a lease.
         warn_once: prints a line once for a subject.
+        in_group: returns the unlike parts in which a group's members take batches, given the samples of a
+            batch in all groups, and what returns those of a fill; None: parts are even.
     """
 
     def __init__(
@@ -301,11 +336,18 @@ class LeasedData:
         members: Callable[[], int],
         wait: float,
         warn_once: Callable[[str, str], None],
+        in_group: Callable[[int, Fill], GroupShares | None] | None = None,
     ) -> None:
         self._state, self._leases, self._samplers = state, leases, samplers
         self._members, self._wait, self._warn_once = members, wait, warn_once
+        self._in_group = in_group
 
     def sampler(self, dataset: Sized, order: Arguments, on_index: OnIndex) -> LeasedSampler:
+        return self._sampler(dataset, order, on_index, None)
+
+    def _sampler(
+        self, dataset: Sized, order: Arguments, on_index: OnIndex, shares: GroupShares | None
+    ) -> LeasedSampler:
         facts = {"call": "session.sampler", "data": "leased", "drop_last": order["drop_last"]}
         check("call", Choices(facts))
         made = LeasedSampler(
@@ -318,6 +360,7 @@ class LeasedData:
             wait=self._wait,
             on_index=on_index,
             mixes=partial(self._warn_once, "late samples"),
+            shares=shares,
         )
         self._state.samplers.append(made)
         self._samplers.append(made)
@@ -334,8 +377,11 @@ class LeasedData:
     ) -> LeasedBatches:
         del ahead  # the hub leases as data is needed
         check("call", Choices({"call": "session.batches", "data": "leased", "cost": costs is not None}))
-        leased = self.sampler(dataset, order, on_index)
-        return LeasedBatches(leased, lambda: _part_of(whole, self._state.rank, self._members()))
+        fill = partial(_fill_for, self._state)
+        shares = None if self._in_group is None else self._in_group(whole, fill)
+        leased = self._sampler(dataset, order, on_index, shares)
+        batches = None if shares is None else shares.batches
+        return LeasedBatches(leased, lambda: _part_of(whole, self._state.rank, self._members()), batches)
 
     def catch_up(self) -> None:
         """Do nothing: no worker waits for the others at the end of a loop."""

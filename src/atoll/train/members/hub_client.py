@@ -28,6 +28,7 @@ from atoll.wire.messages import (
     VERSION,
     AnyMessage,
     Beat,
+    Cut,
     Enter,
     Gather,
     Gathered,
@@ -336,6 +337,7 @@ class HubClient:
         wait: float | None = None,
         contributor: int = 0,
         block: int = 0,
+        cut: Cut | None = None,
     ) -> Leased:
         """Lease up to `count` positions of an epoch of `length` samples.
 
@@ -351,6 +353,7 @@ class HubClient:
             wait: seconds to ask again; None: until the timeout.
             contributor: of a group's member, the group (wire/messages.py: Lease).
             block: of a group's member, the block's number (wire/messages.py: Lease).
+            cut: of a group's member, the parts in which members take batches (wire/messages.py: Lease).
         """
         request = Lease(
             incarnation=self._incarnation,
@@ -360,6 +363,7 @@ class HubClient:
             count=count,
             contributor=contributor,
             block=block,
+            cut=cut,
         )
         start, pause = time.monotonic(), _ASK_AGAIN[0]
         while True:
@@ -386,12 +390,14 @@ class HubClient:
         request = msgspec.structs.replace(request, number=self._leases)
         leased = self._ask(request, Leased, what, number=self._leases)
         is_of_it = (leased.sampler, leased.epoch) == (request.sampler, request.epoch)
-        if not is_of_it or not leased.start <= leased.stop <= min(
-            request.length, leased.start + request.count
-        ):
+        most = request.count
+        if leased.cut is not None:  # then they are of batches
+            is_of_it = is_of_it and request.cut is not None
+            most *= max(1, sum(leased.cut.parts.values()))
+        if not is_of_it or not leased.start <= leased.stop <= min(request.length, leased.start + most):
             raise RunError(
                 f"hub at {self._address} leased samples {leased.start} to {leased.stop} of epoch "
-                f"{leased.epoch}, where up to {request.count} of the {request.length} of epoch "
+                f"{leased.epoch}, where up to {most} of the {request.length} of epoch "
                 f"{request.epoch} were asked for"
             )
         return leased
