@@ -22,6 +22,7 @@ from atoll.core.config import Chunks, Config, Groups, Run, Sync
 from atoll.core.memory import Memory
 from atoll.groups.chooser import Score
 from atoll.groups.grouping import Grouping, sizes_of
+from atoll.hub import placement
 from atoll.hub.planner import GroupingSettings, ScoreFor
 from atoll.train.api.place import Place
 from support.pool import WorkerPool
@@ -122,7 +123,10 @@ def run(
         regroup=False,
         score_for=score_for(wanted),
     )
-    with ServedRun(world, shards, grouping=settings) as served:
+    with pytest.MonkeyPatch.context() as patch, ServedRun(world, shards, grouping=settings) as served:
+        patch.setattr(
+            placement, "_LEAST_PATIENCE", 60.0
+        )  # a worker on a busy machine comes late to its group
         found = pool.run(train, how, served.address, slower, *arguments, world=world)
     assert not served.failures
     return found  # type: ignore[no-any-return]

@@ -61,6 +61,10 @@ EVENTS = st.lists(
     st.tuples(st.sampled_from(KINDS), st.integers(0, 3), st.integers(0, 2**16)), min_size=10, max_size=60
 )
 LENGTH = 200
+CUTS = (  # one names the asker or not, or more samples than can be cut
+    *(None, Cut({0: 2, 1: 0, 2: 1, 3: 3}, 1), Cut({0: 2, 1: 1, 2: 1, 3: 3}, 1)) * 3,
+    *(Cut({0: 2, 1: 1}), Cut(dict.fromkeys(range(4), 2**31 - 1))),
+)
 
 
 class Hub:
@@ -203,7 +207,7 @@ class Hub:
             number=self.number,
             contributor=keys[-1][0] if in_group else 0,
             block=1 + what % 4 if in_group else 0,
-            cut=Cut({0: 2, 1: what % 3, 2: 1, 3: 3}, 1) if what % 3 else None,
+            cut=CUTS[what % len(CUTS)],
         )
         asked, before = LeaseRequest(at=self.now, rank=who, lease=lease), self.book.lease_changes
         try:
@@ -213,6 +217,7 @@ class Hub:
                 self.given.append((leased.start, leased.stop))
         except UserError as error:
             self.answers.append(str(error))
+            assert self.book.lease_changes == before  # a refusal is not written down
         if self.book.lease_changes != before:
             self.records.append(asked)
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
 import pytest
 
 from atoll.core.errors import UserError
+from atoll.groups.shares import cut_run
 from atoll.store.blocks import MOST_BATCHES, MOST_BLOCKS, Blocks, BlockState, EpochBlocks
 from atoll.store.leases import Leases
-from atoll.wire.messages import Cut, Lease, Leased, Used
+from atoll.wire.messages import MOST_CUT, Cut, Lease, Leased, Used
 
 KEY, MEMBERS = (7, 20), (0, 2, 5)
 
@@ -147,6 +149,61 @@ def test_the_first_asker_s_parts_hold_for_all_who_live() -> None:
     assert epoch.blocks == {1: BlockState(0, 18, [0, 2, 5], cut=held)}
     assert [ask(blocks, worker, 2, (0, 5), count=2, cut=cut).stop for worker in (0, 5)] == [30, 30]
     blocks = Blocks(Leases())
-    assert ask(blocks, 0, 1, count=2, cut=Cut({0: 0, 2: 0, 5: 0})).stop == 2  # nonsense ends nothing
-    blocks = Blocks(Leases())
     assert ask(blocks, 0, 1, count=2**50, length=2**50, cut=Cut({0: 1})).stop == MOST_BATCHES
+    blocks = Blocks(Leases())  # those who live have no part: each takes a sample
+    assert ask(blocks, 0, 1, count=2, cut=Cut({0: 0, 2: 0, 5: 0, 9: 7})).stop == 6
+
+
+@pytest.mark.parametrize(
+    ("cut", "line"),
+    [
+        (Cut({2: 5, 5: 3}), "cut in parts of which none is its own"),
+        (Cut({}), "cut in parts of which none is its own"),
+        (Cut({0: 0, 2: 0}), "cut in parts of 0 samples, where 1 to 2147483647 can be cut"),
+        (
+            Cut({0: 1, 2: MOST_CUT - 1}),
+            "cut in parts of 2147483648 samples, where 1 to 2147483647 can be cut",
+        ),
+    ],
+)
+def test_a_cut_that_cannot_be_is_refused_before_anything_is_leased(cut: Cut, line: str) -> None:
+    leases = Leases()
+    blocks = Blocks(leases)
+    with pytest.raises(
+        UserError, match=f"worker 0 asks for block 1 of epoch 0 of contributor 7, {re.escape(line)}"
+    ):
+        ask(blocks, 0, 1, count=2, cut=cut)
+    assert leases.state == Leases().state
+    assert not blocks.epochs
+    assert (leases.changes, blocks.changes) == (0, 0)
+
+
+def test_parts_of_any_size_that_is_not_refused_are_cut_at_once() -> None:
+    """As the hub does, and each member; in whole numbers that do not overflow."""
+    parts = dict.fromkeys(range(4095), MOST_CUT // 4096) | {4095: 1}
+    found = ask(Blocks(Leases()), 0, 1, tuple(parts), length=2**52, count=2**50, cut=Cut(parts, MOST_CUT - 1))
+    assert found.cut is not None
+    batches = list(cut_run(found.start, found.stop - 1, found.cut.parts, found.cut.least))
+    assert len(batches) == MOST_BATCHES
+    assert sum(stop - start for batch in batches for start, stop in batch.values()) == found.stop - 1
+    wire = msgspec.msgpack.encode(Cut({0: 1, 1: 2**31}))
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(wire, type=Cut)
+
+
+def test_members_hear_of_an_epoch_that_is_over_whether_others_hold_some_of_it() -> None:
+    leases = Leases()
+    blocks = Blocks(leases)
+    cut = Cut({0: 20, 2: 10, 5: 10})
+    ask(blocks, 0, 1, count=2, cut=cut)
+    other = Lease(incarnation=9, sampler=0, epoch=0, length=100, count=20)
+    leases.handle_lease(1, 9, other)
+    leases.handle_lease(1, 9, other)  # it waits, and so does the group
+    for worker in MEMBERS:
+        found = ask(blocks, worker, 2, count=2, cut=cut)
+        assert (found.over, found.held) == (True, True)
+    leases.handle_fenced(1, 9, [Used(sampler=0, epoch=0, start=80, stop=100)])
+    for worker in MEMBERS:
+        assert ask(blocks, worker, 2, count=2, cut=cut).held  # all hear the same
+        found = ask(blocks, worker, 3, count=2, cut=cut)
+        assert (found.over, found.held) == (True, False)

@@ -1,9 +1,10 @@
-"""Members of a group that lease batches in unlike parts: each sample once, and as many batches for each."""
+"""Members of a group that lease batches in parts of their own: each sample once, as many batches for each."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -20,7 +21,7 @@ from atoll.store.leases import Leases
 from atoll.train.data.groupshares import GroupShares
 from atoll.train.data.leased_sampler import LeasedBatches, LeasedSampler
 from atoll.train.data.sharereports import ShareReports
-from atoll.wire.messages import Cut, Lease, Leased
+from atoll.wire.messages import Cut, Lease, Leased, Used
 
 KEY = (7, 20)
 
@@ -69,43 +70,62 @@ class Crew:
     each: list[float]
     caps: dict[int, int] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
+    by_speed: bool = True
+    workers: int = 4
 
     def __post_init__(self) -> None:
-        self.leases = Leases()
-        self.blocks, self.number = Blocks(self.leases), Counter[tuple[int, int]]()
-        self.names = [3 * rank + 1 for rank in range(len(self.each))]
-        self.now = [0.0] * len(self.each)
-        self.rings = [Ring(rank, self.names) for rank in range(len(self.each))]
+        world = len(self.each)
+        self.leases, self.number = Leases(), Counter[tuple[int, int]]()
+        self.blocks, self.key, self.everything = Blocks(self.leases), KEY, list[Used]()
+        self.there, self.names = list(range(world)), [3 * rank + 1 for rank in range(world)]
+        self.heard = [self.workers] * world  # the number of the run's workers, as each member knows it
+        self.left = [False] * world  # True once a loader's latest loop was left, or is under way
+        self.now = [0.0] * world
+        self.rings = [Ring(rank, self.names) for rank in range(world)]
         self.reports = [
             ShareReports(
                 by_speed=True,
                 waited=lambda: 0.0,
                 chosen=self._chosen,
                 name_of=self.names.__getitem__,
-                clock=partial(self.now.__getitem__, rank),
+                clock=partial(self._time, rank),
             )
-            for rank in range(len(self.each))
+            for rank in range(world)
         ]
         self.shares = [
             GroupShares(
                 self.rings[rank],
-                self.reports[rank],
-                part_of=lambda name: self.whole // 4 + (name % 4 < self.whole % 4),
+                self.reports[rank] if self.by_speed else None,
+                part_of=partial(self._part_of, rank),
+                workers=partial(self._heard_by, rank),
                 cap_of=lambda name: self.caps.get(name, 0),
-                least=1,
+                least=lambda: 1,
                 fill=lambda: 2,
             )
-            for rank in range(len(self.each))
+            for rank in range(world)
         ]
         self.samplers = [
-            LeasedSampler(self.length, lease=partial(self._lease, rank), shares=self.shares[rank])
-            for rank in range(len(self.each))
+            LeasedSampler(self.length, lease=partial(self._lease, rank), shares=self.shares[rank], wait=1.0)
+            for rank in range(world)
         ]
         self.batches = [
-            LeasedBatches(sampler, lambda: 1, shares.batches)
-            for sampler, shares in zip(self.samplers, self.shares, strict=True)
+            LeasedBatches(sampler, lambda: 1, shares.batches, partial(self._was_left, rank))
+            for rank, (sampler, shares) in enumerate(zip(self.samplers, self.shares, strict=True))
         ]
         self.used: dict[int, Counter[int]] = {}
+
+    def _time(self, rank: int) -> float:
+        return self.now[rank]
+
+    def _heard_by(self, rank: int) -> int:
+        return self.heard[rank]
+
+    def _part_of(self, rank: int, name: int) -> int:
+        return self.whole // self.heard[rank] + (name % self.heard[rank] < self.whole % self.heard[rank])
+
+    def _was_left(self, rank: int, batches: object) -> bool:
+        assert batches is self.batches[rank]
+        return self.left[rank]
 
     def _chosen(self, choice: str, reason: str, _change: ShareChange) -> None:
         self.lines.append(f"{choice} ({reason})")
@@ -120,52 +140,90 @@ class Crew:
         wait: float,
         cut: Cut | None = None,
     ) -> Leased:
+        """Return the hub's answer. Nothing changes while this member waits for it."""
         assert cut is not None
-        self.number[rank, epoch] += 1
-        asked = Lease(
-            incarnation=1,
-            sampler=sampler,
-            epoch=epoch,
-            length=length,
-            count=count,
-            contributor=7,
-            block=self.number[rank, epoch],
-            patient=wait > 0,
-            cut=cut,
-        )
-        again = msgspec.msgpack.decode(msgspec.msgpack.encode(asked), type=Lease)
-        return self.blocks.handle_lease(KEY, self.names[rank], self.names, again)
+        members = [self.names[each] for each in self.there]
+        for patient in (wait > 0, False):
+            asked = Lease(
+                incarnation=1,
+                sampler=sampler,
+                epoch=epoch,
+                length=length,
+                count=count,
+                contributor=self.key[0],
+                block=self.number[rank, epoch] + 1,
+                patient=patient,
+                cut=cut,
+            )
+            again = msgspec.msgpack.decode(msgspec.msgpack.encode(asked), type=Lease)
+            leased = self.blocks.handle_lease(self.key, self.names[rank], members, again)
+            if leased.block:
+                self.number[rank, epoch] += 1
+                break
+        return leased
+
+    def loader(self, rank: int, ahead: int) -> Iterator[list[int]]:
+        """A DataLoader, which fetches `ahead` batches as its loop begins, and one with each that it gives."""
+        indices = iter(self.batches[rank])
+        ready = list(islice(indices, ahead))
+        self.left[rank] = True
+        while True:
+            ready += islice(indices, 1)
+            if not ready:
+                self.left[rank] = False
+                return
+            yield ready.pop(0)
+
+    def lose(self, rank: int) -> None:
+        """A member dies. The others form the ring anew, and stay in their contributor until they `move`."""
+        self.there.remove(rank)
+        for each, survivor in enumerate(self.there):
+            ring = self.rings[survivor]
+            ring.rank, ring.names = each, [self.names[other] for other in self.there]
+            ring.generation += 1
+
+    def move(self) -> None:
+        """Those who are there become a new contributor, and the former one is fenced."""
+        old, self.key = self.key, (self.key[0] + 1, self.key[1] + 1)
+        members = [self.samplers[rank] for rank in self.there]
+        for sampler in members:
+            self.leases.handle_moved(old, self.key, sampler.held())
+            sampler.leave_leased()
+        places = [sampler.where() for sampler in members]
+        for sampler in members:
+            sampler.go_to(places)
+        for rank in self.there:
+            self.rings[rank].generation += 1
+        self.number.clear()
+        self.fence(old)
+
+    def fence(self, key: tuple[int, int]) -> None:
+        self.blocks.handle_fenced(key)
+        self.leases.handle_fenced(*key, self.everything)
 
     def step(self, batches: list[list[int]]) -> tuple[int, ...]:
-        """Make an iteration of these batches; return the samples that count, of each member."""
+        """Make an iteration of the members' batches; return the samples that count, of each."""
         counted = []
-        for rank, batch in enumerate(batches):
+        for rank, batch in zip(self.there, batches, strict=True):
             assert len(batch) in self.samplers[rank].next_sizes()
             self.now[rank] += self.each[rank] * len(batch)
             counted.append(int(self.samplers[rank].count(len(batch))))
-        world = len(batches)
-        said = [report.said(rank, world) for rank, report in enumerate(self.reports)]
-        summed = [sum(each) for each in zip(*said, strict=True)]
-        self.now = [max(self.now)] * world
-        for rank, (report, sampler) in enumerate(zip(self.reports, self.samplers, strict=True)):
-            report._clock = partial(self.now.__getitem__, rank)
-            report.heard(summed, rank)
-            used = sampler.used()
-            sampler.committed()
-            self.leases.handle_used(*KEY, used)
-            for part in used:
-                self.used.setdefault(part.epoch, Counter()).update(range(part.start, part.stop))
+        reports = [self.reports[rank] for rank in self.there]
+        said = [report.said(each, len(reports)) for each, report in enumerate(reports)]
+        self.now = [max(self.now)] * len(self.now)
+        for each, report in enumerate(reports):
+            report.heard([sum(values) for values in zip(*said, strict=True)], each)
+        for rank in self.there:
+            used = self.samplers[rank].used()
+            self.samplers[rank].committed()
+            self.count_used(self.key, used)
         return tuple(counted)
 
-
-def fetch(batches: Any, ahead: int) -> Any:
-    """A loader that fetches so many batches ahead."""
-    indices, ready = iter(batches), list[list[int]]()
-    while True:
-        ready += islice(indices, 1 + ahead - len(ready))
-        if not ready:
-            return
-        yield ready.pop(0)
+    def count_used(self, key: tuple[int, int], used: list[Used]) -> None:
+        self.everything += used
+        self.leases.handle_used(*key, used)
+        for part in used:
+            self.used.setdefault(part.epoch, Counter()).update(range(part.start, part.stop))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -175,7 +233,7 @@ def test_parts_follow_speeds_whatever_loaders_fetch_and_each_sample_counts_once(
     ahead = [chance.randint(0, 3) for _ in crew.each]
     sizes = []
     for _ in range(4):
-        loops = [fetch(batches, fetches) for batches, fetches in zip(crew.batches, ahead, strict=True)]
+        loops = [crew.loader(rank, fetches) for rank, fetches in enumerate(ahead)]
         sizes += [crew.step(list(each)) for each in zip(*loops, strict=True)]
     assert crew.used == {epoch: Counter(range(crew.length)) for epoch in range(4)}
     world = len(crew.each)
@@ -186,16 +244,154 @@ def test_parts_follow_speeds_whatever_loaders_fetch_and_each_sample_counts_once(
     assert crew.lines[0].startswith(", ".join(map(str, whole[-1])) + f" of {total} samples (worker 4 would ")
 
 
+@pytest.mark.parametrize("by_speed", [True, False])
+@pytest.mark.parametrize("seed", range(40))
+def test_members_make_equally_many_batches_whatever_loops_are_left(seed: int, by_speed: bool) -> None:
+    """Batches are fetched ahead, of sizes that no number of workers divides; and other contributors use
+    samples, and die. In the end each sample has counted once an epoch."""
+    chance = random.Random(seed)
+    crew = Crew(chance.randint(20, 120), chance.randint(9, 31), [0.01, 0.04, 0.02], by_speed=by_speed)
+    ahead = [chance.randint(0, 4) for _ in crew.each]
+    others = Others(crew, 0.4)
+    for _ in range(20):
+        stop = chance.choice([1, 2, 3, 5, 1000])  # the batches after which the loop is left
+        loops = [islice(crew.loader(rank, fetches), stop) for rank, fetches in enumerate(ahead)]
+        for each in zip(*loops, strict=True):
+            crew.step(list(each))
+            others.turn(chance)
+    others.die()
+    epochs = max(sampler.epoch for sampler in crew.samplers) + 2
+    while min(sampler.epoch for sampler in crew.samplers) < epochs:
+        loops = [crew.loader(rank, fetches) for rank, fetches in enumerate(ahead)]
+        for each in zip(*loops, strict=True):
+            crew.step(list(each))
+    for epoch in range(epochs):
+        assert crew.used[epoch] == Counter(range(crew.length)), epoch
+
+
+class Others:
+    """A worker alone, and after its death the next one. Each time, with probability `often`, it does
+    something."""
+
+    def __init__(self, crew: Crew, often: float) -> None:
+        self._crew, self._often, self._key = crew, often, (1, 1000)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._key = (1, self._key[1] + 1)
+        self._sampler = LeasedSampler(self._crew.length, lease=self._lease)
+        self._indices = iter(self._sampler)
+
+    def turn(self, chance: random.Random) -> None:
+        """Take a batch, commit the batches before, or die."""
+        if chance.random() < self._often:
+            self._fetch()
+        if chance.random() < self._often / 2:
+            self._crew.count_used(self._key, self._sampler.used())
+        if chance.random() < self._often / 4:
+            self.die()
+
+    def take(self) -> None:
+        """Take a batch and commit it."""
+        self._fetch()
+        self._crew.count_used(self._key, self._sampler.used())
+
+    def _fetch(self) -> None:
+        """Take a batch of the epoch that the crew is in, or of an earlier one."""
+        while not (batch := list(islice(self._indices, 3))):
+            if self._sampler.epoch >= max(sampler.epoch for sampler in self._crew.samplers):
+                return
+            self._indices = iter(self._sampler)
+        self._sampler.count(len(batch))
+
+    def die(self) -> None:
+        self._crew.fence(self._key)
+        self._begin()
+
+    def _lease(self, sampler: int, epoch: int, length: int, count: int, wait: float) -> Leased:
+        request = Lease(
+            incarnation=self._key[1], sampler=sampler, epoch=epoch, length=length, count=min(count, 6)
+        )
+        return self._crew.leases.handle_lease(*self._key, request)
+
+
 def test_a_loop_that_is_left_goes_on_with_the_batches_that_were_not_used() -> None:
     crew = Crew(400, 32, [0.01, 0.04])
     sizes = []
     for _ in range(7):  # two batches in each loop, and up to three more are fetched
-        loops = [fetch(batches, 3 * rank) for rank, batches in enumerate(crew.batches)]
+        loops = [crew.loader(rank, 3 * rank) for rank in range(2)]
         sizes += [crew.step(list(each)) for each in islice(zip(*loops, strict=True), 2)]
     assert crew.used[0].total() == len(crew.used[0]) == 14 * 16
     assert set(map(sum, sizes)) == {16}
     assert sizes[0] == (8, 8)
     assert sizes[-1] in ((13, 3), (12, 4))
+
+
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_a_loop_that_is_left_near_the_end_leaves_its_rest_to_the_next_loop(ahead: int) -> None:
+    """The fast member has fetched all that is left, the slow one nothing or as much."""
+    crew = Crew(80, 32, [0.01, 0.04], by_speed=False)
+    found = []
+    for stop in (3, 1, 9, 9):
+        loops = [islice(crew.loader(rank, fetches), stop) for rank, fetches in enumerate((3, ahead))]
+        found.append([crew.step(list(each)) for each in zip(*loops, strict=True)])
+    assert list(map(len, found)) == [3, 1, 1, 5]
+    assert crew.used == {0: Counter(range(80)), 1: Counter(range(80))}
+
+
+def test_batches_that_a_script_leaves_out_do_not_come_again() -> None:
+    crew = Crew(80, 32, [0.01, 0.04], by_speed=False)
+    for _ in range(3):
+        loops = [crew.loader(rank, 2) for rank in range(2)]
+        batches = list(zip(*loops, strict=True))
+        assert len(batches) == 5
+        for each in batches[::2]:  # of which the first are taken for those used
+            crew.step(list(each))
+    assert [sampler.epoch for sampler in crew.samplers] == [2, 2]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_an_epoch_that_is_set_is_alike_on_members_that_fetch_unlike(same: bool) -> None:
+    crew = Crew(80, 32, [0.01, 0.04], by_speed=False)
+    found = []
+    for loop, stop in enumerate((3, 9, 9)):
+        for batches in crew.batches:
+            batches.set_epoch(0 if same else loop)
+        loops = [islice(crew.loader(rank, 3 * rank), stop) for rank in range(2)]
+        found.append([crew.step(list(each)) for each in zip(*loops, strict=True)])
+    assert list(map(len, found)) == ([3, 2, 0] if same else [3, 5, 5])
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+@pytest.mark.parametrize("ahead", [0, 3])
+@pytest.mark.parametrize("members", [2, 3])
+def test_a_group_goes_on_without_a_member_that_has_asked_for_more_or_less(
+    gone: int, ahead: int, members: int
+) -> None:
+    """Those who are left take their parts of blocks that were leased for all, and of new ones."""
+    crew, fetches = Crew(400, 32, [0.01, 0.04, 0.02][:members]), [3 - ahead, ahead, 0]
+    loops = {rank: crew.loader(rank, fetches[rank]) for rank in range(members)}
+
+    def go_on() -> None:
+        """The members whose loops have not ended make a step."""
+        batches = {rank: batch for rank in crew.there if (batch := next(loops[rank], None)) is not None}
+        for rank in set(crew.there) - set(batches):
+            crew.lose(rank)
+        crew.step(list(batches.values()))
+
+    for _ in range(7):
+        go_on()
+    crew.lose(gone)
+    for _ in range(3):  # before they become a contributor of their own
+        go_on()
+    crew.move()
+    while crew.there:
+        go_on()
+    crew.fence(crew.key)
+    others = Others(crew, 1.0)
+    while 0 in crew.used and crew.used[0].total() < crew.length:
+        others.take()
+    assert crew.used[0] == Counter(range(crew.length))
 
 
 def test_a_member_without_a_sample_has_a_fill_that_counts_nothing() -> None:
@@ -212,15 +408,33 @@ def test_members_that_are_new_begin_evenly() -> None:
     for _ in range(12):
         sizes = crew.step([next(loop) for loop in loops])
     assert sizes in ((13, 3), (12, 4))
-    for ring in crew.rings:  # as after a move, or a loss
-        ring.generation += 1
-    for sampler in crew.samplers:
-        sampler.leave_leased()
+    crew.move()
     found = [crew.step([next(loop) for loop in loops]) for _ in range(12)]
     assert found[:3] == [(8, 8)] * 3
     assert found[-1] in ((13, 3), (12, 4))
-    crew.rings[0].names, crew.rings[0].generation = [1], 9
-    assert crew.shares[0].cut() is None  # a worker alone
+    crew.lose(1)
+    assert crew.shares[0].cut() == Cut({1: 8}, 1)  # of one that is left alone, too
+
+
+def test_a_groups_part_follows_the_number_of_workers_in_all_groups() -> None:
+    """Members hear of it one after another, with their leases. The proportion of their parts stays."""
+    crew = Crew(10**5, 32, [0.01, 0.04])
+    loops = [crew.loader(rank, 2 * rank) for rank in range(2)]
+    for _ in range(12):
+        crew.step([next(loop) for loop in loops])
+    found = []
+    for hears in (0, 1, None, None):  # two of the others are lost; then they come back
+        for _ in range(8):
+            found.append(crew.step([next(loop) for loop in loops]))
+        crew.heard = [2 if rank == hears else each for rank, each in enumerate(crew.heard)]
+        if hears is None:
+            crew.heard = [4, 4]
+    assert {sum(each) for each in found[:8]} == {16}
+    assert {sum(each) for each in found[8:20]} <= {16, 32}
+    assert {sum(each) for each in found[20:24]} == {32}
+    assert found[23] in ((26, 6), (25, 7))
+    assert sum(found[-1]) == 16
+    assert found[-1] in ((13, 3), (12, 4))
 
 
 def test_no_part_is_above_a_cap_while_caps_hold_the_groups_part() -> None:
@@ -229,6 +443,10 @@ def test_no_part_is_above_a_cap_while_caps_hold_the_groups_part() -> None:
     sizes = [crew.step([next(loop) for loop in loops]) for _ in range(12)]
     assert sizes[0] == (8, 8)
     assert sizes[-1] == (10, 6)
+    crew.heard = [2, 2]  # a part of 32 samples, which the cap does not hold any more with one of 10
+    crew.caps[4] = 10
+    sizes = [crew.step([next(loop) for loop in loops]) for _ in range(8)]
+    assert sum(sizes[-1]) == 32
 
 
 def test_a_block_for_others_is_refused() -> None:

@@ -30,6 +30,7 @@ _UNEVEN = 0.05  # shares leave even ones if the batch then takes at least this p
 _WORTH = 0.02  # and change again for this part; both beside what noise may show
 _REST = 3  # iterations between two changes
 _HORIZON = 32  # iterations for which a change is expected to last at least
+_MOST = 2.0**62  # the largest product of whole numbers, of 64 bits
 
 
 class SpeedModel:
@@ -366,8 +367,11 @@ def scaled(parts: Whole, total: int, least: int = 0, most: Whole | int = 0) -> W
 
     If there are too few samples for all, some get none; where `most` needs them all the same, `least` gives
     way. Only whole numbers are computed with, so all workers find the same, whatever their processors. Raises
-    ValueError if the workers' `most` samples together are fewer than `total`.
+    ValueError if the workers' `most` samples together are fewer than `total`, and for numbers so large that
+    their products have more than 62 bits.
     """
+    if total * max(float(parts.sum(dtype=np.float64)), float(len(parts)), 1.0) >= _MOST:
+        raise ValueError(f"{total} samples are too many for parts of {parts.sum(dtype=np.float64):g} samples")
     found, takers = _in_proportion(parts, total), int((parts > 0).sum())
     high = np.where(parts > 0, _limits(most, total, len(parts)), 0)
     few = (parts > 0 if total >= least * takers else found > 0) & (found < least)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from atoll.core.errors import UserError
 from atoll.hub.book import GLOBAL, Book
 from atoll.hub.connections import Connections, given_up
@@ -42,7 +44,9 @@ class Samples:
             return
         if book.lease_changes != before:
             turn.keep(asked)
-        turn.send(peer, leased)
+        members = book.members
+        living = len(members.workers.members) if members.begun else members.workers.count
+        turn.send(peer, msgspec.structs.replace(leased, workers=living))
         if first:
             reason = f"worker {rank} asks first for some of {lease.length} samples"
             self._decisions.add(_epoch((lease.sampler, lease.epoch)), "begun", reason)

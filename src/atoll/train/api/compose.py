@@ -368,7 +368,7 @@ def _shares(
         return [name_of(rank) for rank in range(world)]
 
     by_speed = config.sync.shares == "auto"
-    if not by_speed and (config.sync.memory_cap != "auto" or site):
+    if not by_speed and (config.sync.memory_cap != "auto" or site or of_group):
         return UnevenShares(config.sync, names, None, records.warn, fixed=fixed), None
 
     def chosen(choice: str, reason: str, change: ShareChange) -> None:
@@ -481,8 +481,10 @@ def _with_shards(config: Config, place: Place, device: torch.device, service: Se
     )
 
     def members() -> int:
-        # The shards know groups, but not the groups' members.
-        return state.world if together or ring is not None else service.members or state.world
+        if together:
+            return state.world
+        # The shards know groups, but not the groups' members, of which the hub tells.
+        return (service.members if ring is None else service.hub.workers) or state.world
 
     meter = Meter(device, workers, state, service, ring)
     dealing: UnevenShares | None = None
@@ -493,8 +495,8 @@ def _with_shards(config: Config, place: Place, device: torch.device, service: Se
     least = partial(least_for, config.sync, state)
     source: SamplerSource = DealtData(state, least, dealing)
     if not together:
-        in_group: Callable[..., GroupShares | None] | None = None
-        if ring is not None and config.sync.shares == "auto":
+        in_group: Callable[..., GroupShares] | None = None
+        if ring is not None:
             name_of = partial(_name_in, ring)
             dealing, reports = _shares(config, name_of, device, meter, records, fixed=False, of_group=True)
             in_group = partial(dealing.in_group, ring, members, least)

@@ -1,9 +1,11 @@
-"""Unlike parts of a group's batches, where groups go at their own pace and lease their data from the hub.
+"""The parts of a group's batches, where groups go at their own pace and lease their data from the hub.
 
-The members of a group report their speeds in the agreement of each iteration, as all workers do under bsp
-(`train/data/sharereports.py`). But there is no common deal: the member that first asks the hub for a block of
-samples says in which parts the members take it, and the hub answers all of them so. So parts may change at
-any time, and whatever a member's loader has fetched is trained on as it was cut. Source: docs/shares.md.
+There is no common deal: the member that first asks the hub for a block of samples says in which parts the
+members take each of its batches, and the hub answers all of them so. Each member gets a part or a fill of
+each batch, so all make equally many batches, whatever their sizes. Parts may change at any time, and whatever
+a member's loader has fetched is trained on as it was cut. Where parts follow speeds, members report these in
+the agreement of each iteration, as all workers do under bsp (`train/data/sharereports.py`). Source:
+docs/shares.md.
 """
 
 from __future__ import annotations
@@ -109,11 +111,11 @@ class MemberBatches:
 
 
 class GroupShares:
-    """The parts in which a group's members take the batches of a session's first `session.batches`
-    (`train/data/sharereports.py`: SharedBatches).
+    """The parts in which a group's members take the batches of `session.batches`.
 
-    Parts are even in a group that has just been formed, or has lost a member, and then follow the members'
-    reports.
+    A group's part of a batch is the sum of its members' even parts among all workers of the run. Members take
+    even parts of it, or with `reports` parts that follow their speeds (`train/data/sharereports.py`:
+    SharedBatches): even ones in a group that has just been formed, or has lost a member.
 
     Attributes:
         batches: this member's batches.
@@ -121,63 +123,76 @@ class GroupShares:
     """
 
     given = epoch = 0
+    _schedule: ShareSchedule
 
     def __init__(
         self,
         ring: Group,
-        reports: ShareReports,
+        reports: ShareReports | None,
         *,
         part_of: Callable[[int], int],
+        workers: Callable[[], int],
         cap_of: Callable[[int], int],
-        least: int,
+        least: Callable[[], int],
         fill: Callable[[], int],
     ) -> None:
         """Begin with the ring's present members.
 
         Args:
             ring: the group's ring.
-            reports: the members' reports on their speed.
+            reports: the members' reports on their speed; None: parts are even.
             part_of: returns the even part of the worker of this name.
+            workers: returns the number of workers on which `part_of` depends.
             cap_of: returns the most samples of the worker of this name; 0: no limit.
-            least: the least samples of a member that gets any.
+            least: returns the least samples of a member that gets any.
             fill: returns the samples of weight 0 on which a member without a part trains.
         """
-        self._ring, self._reports, self._part_of, self._cap_of = ring, reports, part_of, cap_of
-        self._least, self._fill = least, fill
+        self._ring, self._reports, self._least, self._fill = ring, reports, least, fill
+        self._part_of, self._workers, self._cap_of = part_of, workers, cap_of
         self.batches = MemberBatches()
-        self._begin()
+        self._generation = self._among = -1
+        self._follow()
 
-    def _begin(self) -> None:
-        self._generation = self._ring.generation
+    def _follow(self) -> None:
+        """Begin anew if the group's members, or the number of workers in all groups, are others than before.
+
+        Members of the same group hear of that number one after another. So each keeps the proportion of the
+        parts that were chosen last.
+        """
+        generation, among = self._ring.generation, self._workers()
+        if (generation, among) == (self._generation, self._among):
+            return
+        parts = self._schedule.latest if generation == self._generation and self._reports else None
+        self._generation, self._among = generation, among
         self._names = [self._ring.place.name_of(rank) for rank in range(self._ring.world)]
         first = np.array([self._part_of(name) for name in self._names], dtype=np.int64)
-        total = int(first.sum())
+        self._total, least = int(first.sum()), self._least()
         most = np.array([self._cap_of(name) for name in self._names], dtype=np.int64)
-        if not are_held(total, first, most):  # then pieces of batches keep to the caps
+        if not are_held(self._total, first, most):  # then pieces of batches keep to the caps
             most = np.zeros_like(most)
-
-        def even(_members: int) -> Whole:
-            return scaled(first, total, self._least, most)
-
-        self._schedule = ShareSchedule(even, len(first), self._least, most=lambda _members: most)
-        self._reports.follow(self, self._schedule, total)
+        parts = _fitted(first if parts is None else parts, self._total, least, most)
+        self._schedule = ShareSchedule(lambda _members: parts, len(parts), least, most=lambda _members: most)
+        if self._reports is not None:
+            self._reports.follow(self, self._schedule, self._total)
 
     @property
     def world(self) -> int:
         """The number of the group's members. If these are new, their parts are even again from now on."""
-        if self._generation != self._ring.generation:
-            self._begin()
+        self._follow()
         return len(self._names)
 
     def under_way(self) -> tuple[int, float]:
         """Return the batches that backwards have used in this iteration, and their samples."""
         return self.batches.under_way()
 
-    def cut(self) -> Cut | None:
-        """Return the parts in which members take what is leased next; None for a worker alone."""
-        if self.world < 2:
-            return None
-        return Cut(dict(zip(self._names, self._schedule.latest.tolist(), strict=True)), self._least)
+    def cut(self) -> Cut:
+        """Return the parts in which members take what is leased next, also for a member that is left
+        alone."""
+        self._follow()
+        schedule = self._schedule
+        # A choice may have been made of another number of samples, before its maker heard of this one.
+        parts = _fitted(schedule.latest, self._total, schedule.least, schedule.caps)
+        return Cut(dict(zip(self._names, parts.tolist(), strict=True)), schedule.least)
 
     def own(self, leased: Leased, cut: Cut) -> Iterator[tuple[int, int]]:
         """Yield this member's positions in each batch of a block that is `cut`.
@@ -196,3 +211,8 @@ class GroupShares:
             size = stop - start
             self.batches.ahead.append(size or self._fill())
             yield (start, stop) if size else (0, -self.batches.ahead[-1])
+
+
+def _fitted(parts: Whole, total: int, least: int, most: Whole) -> Whole:
+    """Return `parts` scaled to `total` samples. Limits of `most` that do not hold them give way."""
+    return scaled(parts, total, least, most if are_held(total, parts, most) else 0)

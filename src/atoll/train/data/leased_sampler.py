@@ -30,7 +30,7 @@ Ranges: TypeAlias = dict[int, list[tuple[int, int]]]  # positions of epochs' who
 
 class Lessor(Protocol):
     """Signature of `Leases.lease`: lease up to `count` positions of an epoch of `length` samples, within
-    `wait` seconds. With `cut`, `count` batches in unlike parts."""
+    `wait` seconds. With `cut`, `count` batches in these parts."""
 
     def __call__(
         self, sampler: int, epoch: int, length: int, count: int, wait: float, cut: Cut | None = None
@@ -92,7 +92,7 @@ class LeasedSampler(Sampler[int]):
             wait: seconds; must exceed the hub's patience, or a death is noticed too late.
             on_index: called with the sampler before each index.
             mixes: called with a warning when samples of an earlier epoch come in the loop of a later one.
-            shares: the unlike parts in which a group's members take batches; None: all are alike.
+            shares: the parts in which a group's members take batches; None: there are no batches.
         """
         self._samples = Samples(SampleOrder(dataset, seed, shuffle))
         self._leasing = Leasing(self._samples, lease, number, lease_size, shares)
@@ -106,6 +106,7 @@ class LeasedSampler(Sampler[int]):
         self._batch = 0  # the most samples that were consumed at once
         self._epoch = 0
         self._begun = self._whole = False  # this epoch's iteration has begun; has ended
+        self._closed = False  # nothing is leased of this epoch behind the batches that are queued
         self._hand = InHand()
         self._pending: list[int] = []  # earlier epochs of which positions may come back
         self._target = 0  # the epoch of the worker's group; earlier epochs end at once
@@ -133,6 +134,15 @@ class LeasedSampler(Sampler[int]):
                 # The script abandons the epoch, so its leases are of no use.
                 self.leave_leased()
             self._begin(int(epoch))
+
+    def end_loop(self, *, left: bool) -> None:
+        """Note that the loop before has ended. `left`: before its end, as far as a DataLoader shows it.
+
+        Of batches whose parts members of a group take, the rest of a loop that was left comes first in the
+        next loop, which then ends where the epoch does. What was given in a loop that came to its end counts
+        as used. How much a loader has fetched ahead does not matter, so all members decide alike.
+        """
+        self._turn_back(left=left)
 
     def __iter__(self) -> Iterator[int]:
         self._turn_back()
@@ -179,6 +189,7 @@ class LeasedSampler(Sampler[int]):
     def leave_leased(self) -> None:
         """Drop leased positions that were not given. Other workers get them."""
         self._leasing.clear()
+        self._closed = False
 
     def where(self) -> Where:
         """Return this worker's place in its data, which goes to `go_to` on all members of its group."""
@@ -255,7 +266,7 @@ class LeasedSampler(Sampler[int]):
         self._pending = sorted({epoch for epoch, _, _ in left if epoch != self._epoch})
         self.given = self._reported = 0
         self._taken.begin()
-        self._begun = self._whole = False
+        self._begun = self._whole = self._closed = False
         self._target = 0
         self._leasing.load()
         while self._samples.order.length and self._samples.done(self._epoch) == self._samples.order.length:
@@ -296,8 +307,8 @@ class LeasedSampler(Sampler[int]):
     def _give(self) -> Iterator[int]:
         continued, self._begun = self._begun, True
         while True:
-            if not self._leasing.queue and not self._lease_more():
-                self._whole = True
+            if not self._leasing.queue and (self._closed or not self._lease_more()):
+                self._whole, self._closed = True, False
                 if not continued or self.given:
                     return
                 # The interrupted iteration had nothing left: give the next epoch.
@@ -327,7 +338,7 @@ class LeasedSampler(Sampler[int]):
                 leased = self._ask(epoch)
                 if leasing.take(leased):
                     return True
-                if leased.over and not self._hand.holds(epoch):
+                if leased.over and not self._may_come_back(leased):
                     self._pending.remove(epoch)
         leased = self._ask(self._epoch)
         # Two workers may wait for each other's positions: then the hub answers both that the epoch is over.
@@ -335,10 +346,17 @@ class LeasedSampler(Sampler[int]):
             leased = self._ask(self._epoch, self._wait)
         if leasing.take(leased):
             return True
-        # With positions in hand the epoch stays pending: others may hold positions too, which may come back.
-        kept = [] if leased.over and not self._hand.holds(self._epoch) else [self._epoch]
+        kept = [] if leased.over and not self._may_come_back(leased) else [self._epoch]
         self._pending = [*(epoch for epoch in self._pending if epoch != self._epoch), *kept]
         return False
+
+    def _may_come_back(self, leased: Leased) -> bool:
+        """Return True if positions of an epoch that is over may come back, and so are to be asked for again.
+
+        With positions in hand others may hold positions too. Members of a group that make batches of their
+        parts have unlike batches in hand, by what their loaders fetch: for them the hub tells.
+        """
+        return self._hand.holds(leased.epoch) if self._batches is None else leased.held
 
     def _ask(self, epoch: int, wait: float = 0.0) -> Leased:
         return self._leasing.ask(epoch, self.given, self._batch, wait)
@@ -346,25 +364,28 @@ class LeasedSampler(Sampler[int]):
     # Between iterations
 
     def _begin(self, epoch: int) -> None:
-        self._epoch, self._begun, self._whole = epoch, False, False
+        self._epoch, self._begun, self._whole, self._closed = epoch, False, False, False
         current = min([epoch, *self._pending])
         self._samples.keep(current - EPOCHS_KEPT, (epoch, *self._pending))
 
-    def _turn_back(self) -> None:
+    def _turn_back(self, *, left: bool = False) -> None:
         """Queue again the positions that were given and not consumed.
 
         After a whole iteration only a rest of less than a batch is queued again (of a loader with
         `drop_last`). A larger rest counts as used: the script left it out, or counts samples in another way.
-        Otherwise that rest would come back without end.
+        Otherwise that rest would come back without end. For a group's batches see `end_loop`.
         """
         hand = self._hand
         hand.seen += self._take_consumed()
-        left, size = joined(hand.runs), positions(hand.runs)
+        rest, size = joined(hand.runs), positions(hand.runs)
         hand.runs.clear()
-        if self._whole and size >= max(1, self._batch):
-            hand.seen += [run for run in left if run[0] >= 0]
+        in_batches = self._batches is not None
+        if self._whole and (not left if in_batches else size >= max(1, self._batch)):
+            hand.seen += [run for run in rest if run[0] >= 0]
         else:
-            self._leasing.turn_back(left)
+            self._leasing.turn_back(rest)
+            if in_batches and self._whole and rest:
+                self._whole, self._closed = False, True
         self.given = self._reported = 0
         self._taken.begin()
 
@@ -533,11 +554,10 @@ class Leasing:
         length = len(self._samples.left(epoch)[0])
         if not length:
             return Leased(sampler=self.key, epoch=epoch, start=0, stop=0, over=True)
-        cut = None if self._shares is None else self._shares.cut()
-        if cut is None:
+        if self._shares is None:
             leased = self._lease(self.key, epoch, length, self._count(given, batch), wait)
         else:
-            leased = self._lease(self.key, epoch, length, BATCHES, wait, cut)
+            leased = self._lease(self.key, epoch, length, BATCHES, wait, self._shares.cut())
         if leased.stop > length:
             raise RunError(f"the hub leased samples to {leased.stop} of epoch {epoch}, which has {length}")
         return leased
@@ -567,13 +587,24 @@ class Leasing:
 
 
 class LeasedBatches(Sampler[list[int]]):
-    """Batches of a LeasedSampler, for `DataLoader(batch_sampler=...)`. `size()` returns the size of the next
-    batch, unless `batches` knows it."""
+    """Batches of a LeasedSampler, for `DataLoader(batch_sampler=...)`."""
 
     def __init__(
-        self, sampler: LeasedSampler, size: Callable[[], int], batches: MemberBatches | None = None
+        self,
+        sampler: LeasedSampler,
+        size: Callable[[], int],
+        batches: MemberBatches | None = None,
+        was_left: Callable[[object], bool] = lambda _batches: False,
     ) -> None:
-        self.sampler, self._size, self._batches = sampler, size, batches
+        """Make batches of the sampler's indices.
+
+        Args:
+            sampler: the sampler.
+            size: returns the size of the next batch, unless `batches` knows it.
+            batches: this worker's batches as a member of a group; None: workers are in no groups.
+            was_left: returns True if the latest loop over these batches was left before its end.
+        """
+        self.sampler, self._size, self._batches, self._was_left = sampler, size, batches, was_left
 
     @property
     def epoch(self) -> int:
@@ -582,9 +613,15 @@ class LeasedBatches(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the sampler's epoch."""
+        self._end_loop(self._was_left(self))
         self.sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[list[int]]:
+        # A DataLoader's new loop counts as the latest one once this has returned.
+        return self._give(self._was_left(self))
+
+    def _give(self, left: bool) -> Iterator[list[int]]:
+        self._end_loop(left)
         indices, batches = iter(self.sampler), self._batches
         for first in indices:  # only with it may more be leased, whose batches have known sizes
             size = batches.ahead.popleft() if batches is not None and batches.ahead else self._size()
@@ -592,6 +629,10 @@ class LeasedBatches(Sampler[list[int]]):
             if batches is not None:
                 batches.give(len(batch))
             yield batch
+
+    def _end_loop(self, left: bool) -> None:
+        if self._batches is not None:
+            self.sampler.end_loop(left=left)
 
     def __len__(self) -> int:
         """Return an estimate of the number of batches, from the sampler's."""

@@ -118,6 +118,11 @@ class Passes:
         """Return the latest pass over data that this sampler deals; None if no DataLoader has it."""
         return self._dealt.get(sampler)
 
+    def was_left(self, sampler: object) -> bool:
+        """Return True if a DataLoader has this sampler, and its latest loop has not come to its end."""
+        latest = self.over(sampler)
+        return latest is not None and not latest.is_over
+
     # From the DataLoaders
 
     def began(self, iterator: object, loader: DataLoader[Any]) -> None:

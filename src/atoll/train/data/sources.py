@@ -27,6 +27,7 @@ from atoll.train.members.regrouping import Leases
 from atoll.train.sync.peers import Peers
 
 OnIndex = Callable[[AnySampler], None]
+WasLeft = Callable[[object], bool]
 Fill = Callable[[], int]  # returns the samples of a fill
 Arguments = Mapping[str, Any]  # seed, shuffle and drop_last
 
@@ -48,10 +49,12 @@ class SamplerSource(Protocol):
         ahead: int | None,
         order: Arguments,
         on_index: OnIndex,
+        was_left: WasLeft,
         costs: Costs | None = None,
     ) -> BatchesSampler | LeasedBatches | PeerBatches:
         """Return this worker's part of batches of `whole` samples, by the samples' `costs` if there are any.
-        A loader fetches up to `ahead` batches before their use."""
+        A loader fetches up to `ahead` batches before their use. `was_left` says of what is returned whether
+        the latest loop over it was left before its end."""
 
     def catch_up(self) -> None:
         """Bring this worker to the place of the others, between two loops over a loader."""
@@ -109,27 +112,28 @@ class UnevenShares:
 
     def in_group(
         self, ring: Group, members: Callable[[], int], least: Callable[[], int], whole: int, fill: Fill
-    ) -> GroupShares | None:
+    ) -> GroupShares:
         """Return the parts in which the members of a group take their part of batches of `whole` samples,
-        where each group leases data at its own pace; None: even parts.
+        where each group leases data at its own pace.
 
         Args:
             ring: the group's ring.
             members: returns the number of workers that share a batch, in all groups.
-            least: returns the least samples of a member that gets any.
+            least: returns the least samples of a member that gets any, in uneven parts.
             whole: the samples of a batch.
             fill: returns the samples of a fill.
         """
-        if self._reports is None or self._is_followed:
-            return None
-        _check_least(whole, members(), least())
-        self._is_followed = True
+        reports = None if self._is_followed else self._reports
+        if reports is not None:
+            _check_least(whole, members(), least())
+            self._is_followed = True
         return GroupShares(
             ring,
-            self._reports,
+            reports,
             part_of=lambda name: _part_of(whole, name, members()),
-            cap_of=partial(cap_of, self._sync),
-            least=least(),
+            workers=members,
+            cap_of=(lambda _name: 0) if reports is None else partial(cap_of, self._sync),
+            least=fill if reports is None else least,
             fill=fill,
         )
 
@@ -246,9 +250,10 @@ class DealtData:
         ahead: int | None,
         order: Arguments,
         on_index: OnIndex,
+        was_left: WasLeft,
         costs: Costs | None = None,
     ) -> BatchesSampler:
-        del ahead  # workers report what their loaders have fetched
+        del ahead, was_left  # workers report what their loaders have fetched
         state, shares, least = self._state, self._shares, self._least()
         schedule = None if shares is None else shares.schedule(whole, state.world, least)
         by_cost = None if costs is None else ShareSchedule(partial(even, whole), state.world, least)
@@ -293,8 +298,10 @@ class NodesData:
         ahead: int | None,
         order: Arguments,
         on_index: OnIndex,
+        was_left: WasLeft,
         costs: Costs | None = None,
     ) -> PeerBatches:
+        del was_left  # nodes agree on what was used
         check("call", Choices({"call": "session.batches", "data": "nodes", "cost": costs is not None}))
         least = self._least()
         self._peers.check_alike("session.batches", dataset, **order, ahead=ahead, least=least)
@@ -324,8 +331,8 @@ class LeasedData:
         members: returns the number of workers that share a batch.
         wait: seconds for which the hub may hold up a lease.
         warn_once: prints a line once for a subject.
-        in_group: returns the unlike parts in which a group's members take batches, given the samples of a
-            batch in all groups, and what returns those of a fill; None: parts are even.
+        in_group: returns the parts in which a group's members take batches, given the samples of a batch in
+            all groups, and what returns those of a fill; None: workers are in no groups.
     """
 
     def __init__(
@@ -336,7 +343,7 @@ class LeasedData:
         members: Callable[[], int],
         wait: float,
         warn_once: Callable[[str, str], None],
-        in_group: Callable[[int, Fill], GroupShares | None] | None = None,
+        in_group: Callable[[int, Fill], GroupShares] | None = None,
     ) -> None:
         self._state, self._leases, self._samplers = state, leases, samplers
         self._members, self._wait, self._warn_once = members, wait, warn_once
@@ -373,6 +380,7 @@ class LeasedData:
         ahead: int | None,
         order: Arguments,
         on_index: OnIndex,
+        was_left: WasLeft,
         costs: Costs | None = None,
     ) -> LeasedBatches:
         del ahead  # the hub leases as data is needed
@@ -381,7 +389,11 @@ class LeasedData:
         shares = None if self._in_group is None else self._in_group(whole, fill)
         leased = self._sampler(dataset, order, on_index, shares)
         batches = None if shares is None else shares.batches
-        return LeasedBatches(leased, lambda: _part_of(whole, self._state.rank, self._members()), batches)
+        size = partial(self._size, whole)
+        return LeasedBatches(leased, size, batches, was_left)
+
+    def _size(self, whole: int) -> int:
+        return _part_of(whole, self._state.rank, self._members())
 
     def catch_up(self) -> None:
         """Do nothing: no worker waits for the others at the end of a loop."""

@@ -25,6 +25,7 @@ from atoll.observe.notices import Notices
 from atoll.train.members.heartbeats import HeartbeatSender
 from atoll.train.sync.links import LinkEnd
 from atoll.wire.messages import (
+    MOST_CUT,
     VERSION,
     AnyMessage,
     Beat,
@@ -114,6 +115,7 @@ class HubClient:
         iteration: the number of committed iterations, set by the session and sent in heartbeats.
         welcome: the hub's answer to `join`; None before, and after `goodbye`.
         seconds_waited: the seconds waited for leases so far.
+        workers: the number of the run's living workers, by the latest lease; 0: not known yet.
         size: the bytes of this worker's gradients, sent in heartbeats.
         batch: the samples of its latest iteration, sent in heartbeats.
         late: True if the ring was under way when this worker came.
@@ -133,7 +135,7 @@ class HubClient:
     ) -> None:
         self.iteration = 0
         self.welcome: Welcome | None = None
-        self.seconds_waited = 0.0
+        self.seconds_waited, self.workers = 0.0, 0
         self._address, self._run = address, run
         self._launcher, self._without, self.notices = launcher, without, notices or Notices()
         self._hub = HubConnection(address, keys, timeout)
@@ -392,14 +394,16 @@ class HubClient:
         is_of_it = (leased.sampler, leased.epoch) == (request.sampler, request.epoch)
         most = request.count
         if leased.cut is not None:  # then they are of batches
-            is_of_it = is_of_it and request.cut is not None
-            most *= max(1, sum(leased.cut.parts.values()))
+            whole = sum(leased.cut.parts.values()) or len(leased.cut.parts)
+            is_of_it = is_of_it and request.cut is not None and whole < MOST_CUT
+            most *= whole
         if not is_of_it or not leased.start <= leased.stop <= min(request.length, leased.start + most):
             raise RunError(
                 f"hub at {self._address} leased samples {leased.start} to {leased.stop} of epoch "
                 f"{leased.epoch}, where up to {most} of the {request.length} of epoch "
                 f"{request.epoch} were asked for"
             )
+        self.workers = leased.workers or self.workers
         return leased
 
     def check(self) -> None:

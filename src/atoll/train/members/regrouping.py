@@ -85,10 +85,11 @@ class Leases:
     def lease(
         self, sampler: int, epoch: int, length: int, count: int, wait: float, cut: Cut | None = None
     ) -> Leased:
-        """Lease positions of an epoch (see `HubClient.lease`). `cut`: the unlike parts of a group's
-        members."""
+        """Lease positions of an epoch (see `HubClient.lease`). `cut`: the parts in which a group's members
+        take each of `count` batches; a worker that is in no group takes such batches whole."""
         if not self._contributor:
-            return self._hub.lease(sampler, epoch, length, count, wait)
+            own = count if cut is None else count * sum(cut.parts.values())
+            return self._hub.lease(sampler, epoch, length, own, wait)
         block = self._blocks.get((sampler, epoch), 0) + 1
         leased = self._hub.lease(
             sampler, epoch, length, count, wait, contributor=self._contributor, block=block, cut=cut
