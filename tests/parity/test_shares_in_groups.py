@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -25,7 +26,7 @@ from atoll.groups.grouping import Grouping, sizes_of
 from atoll.hub import placement
 from atoll.hub.planner import GroupingSettings, ScoreFor
 from atoll.train.api.place import Place
-from support.pool import WorkerPool
+from support.pool import JobFailedError, WorkerPool
 from support.served import ServedRun, served_worker
 
 pytestmark = pytest.mark.sampled
@@ -218,3 +219,80 @@ def test_each_group_s_parts_follow_the_speeds_of_its_own_members(pool: WorkerPoo
     check_once(results)
     check_follow(joint(results[:2]), slower[:2], BATCH // 2)
     check_follow(joint(results[2:]), slower[2:], BATCH // 2)
+
+
+def prepare(place: Place, strategy: str, consistency: Literal["asp", "bsp"], address: str) -> None:
+    """Worker 1 takes parts by speed, and the others do not."""
+    sync = Sync(
+        timeout="60s",
+        global_batch=BATCH,
+        consistency=consistency,
+        shares="auto" if place.rank == 1 else "even",
+    )
+    how = Config(run=Run(strategy=strategy), chunks=Chunks(size="2KiB"), groups=Groups(count=1), sync=sync)
+    with served_worker(address, place.rank), atoll.join(how) as session:
+        session.prepare(*make())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "consistency"), [("ps-hra", "asp"), ("ps-hra", "bsp"), ("server", "bsp"), ("server", "asp")]
+)
+def test_workers_with_unlike_shares_end_with_one_line(
+    pool: WorkerPool, strategy: str, consistency: str
+) -> None:
+    grouping = GroupingSettings(1, consistency=consistency) if strategy == "ps-hra" else None
+    with ServedRun(3, 1, grouping=grouping) as served, pytest.raises(JobFailedError) as caught:
+        pool.run(prepare, strategy, consistency, served.address, world=3)
+    assert {each.message for each in caught.value.failures.values()} == {
+        "the workers differ: the configuration's 'sync.shares' is even on worker 0 and auto on worker 1; give "
+        "every worker the same configuration"
+    }
+    assert len(caught.value.failures) == 3
+
+
+def count(place: Place, how: Config, address: str, leaves: int) -> tuple[list[int], list[int]]:
+    """Return the indices of this worker's batches, and the number of its steps in a group in each loop. A
+    loop is left after each iteration whose number `leaves` divides; 0: none is left."""
+    data, trained, loops = dataset(), list[int](), list[int]()
+    with served_worker(address, place.rank), atoll.join(how) as session:
+        model, optimizer = session.prepare(*make())
+        batches = session.batches(data, seed=4)
+        loader = DataLoader(data, batch_sampler=batches)
+        while not loops or not ended or batches.epoch < EPOCHS - 1:
+            ended = True
+            loops.append(0)
+            for x, y, indices in loader:
+                loops[-1] += session.group.size > 1
+                optimizer.zero_grad()
+                loss_of(model, x, y).backward()
+                optimizer.step()
+                trained += indices.tolist()
+                if leaves and session.iteration % leaves == 0:
+                    ended = False
+                    break
+    return trained, loops
+
+
+@pytest.mark.parametrize("shares", ["even", "auto"])
+@pytest.mark.parametrize("leaves", [0, 4])
+def test_members_make_equally_many_batches_that_workers_do_not_divide(
+    pool: WorkerPool, shares: str, leaves: int
+) -> None:
+    """Each sample counts once an epoch."""
+    how = config("asp", 1, shares)
+    how = msgspec.structs.replace(how, sync=msgspec.structs.replace(how.sync, global_batch=10))
+    settings = GroupingSettings(1, by="joint", regroup=False, score_for=score_for(Grouping([[0, 1, 2]])))
+    with pytest.MonkeyPatch.context() as patch, ServedRun(3, 1, grouping=settings) as served:
+        patch.setattr(placement, "_LEAST_PATIENCE", 60.0)
+        results = pool.run(count, how, served.address, leaves, world=3)
+    assert not served.failures
+    together = [[made for made in loops if made] for _, loops in results]
+    least = min(map(len, together)) - 1  # the first loop in the group has begun before it
+    assert least > 3
+    assert together[0][-least:] == together[1][-least:] == together[2][-least:]
+    counted = Counter(chain(*(set(trained) for trained, _ in results)))
+    assert set(counted) == set(range(LENGTH))
+    every = Counter(chain(*(trained for trained, _ in results)))
+    epochs = every[1]
+    assert epochs >= EPOCHS
+    assert set((every - Counter({0: every[0] - epochs})).values()) == {epochs}  # fills are of sample 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from torch.utils.data import DataLoader
 
 from atoll.core.errors import RunError
 from atoll.groups.shares import ShareChange, cut_run
@@ -20,6 +21,7 @@ from atoll.store.blocks import Blocks
 from atoll.store.leases import Leases
 from atoll.train.data.groupshares import GroupShares
 from atoll.train.data.leased_sampler import LeasedBatches, LeasedSampler
+from atoll.train.data.passes import Passes
 from atoll.train.data.sharereports import ShareReports
 from atoll.wire.messages import Cut, Lease, Leased, Used
 
@@ -72,6 +74,7 @@ class Crew:
     lines: list[str] = field(default_factory=list)
     by_speed: bool = True
     workers: int = 4
+    shows_left: Callable[[object], bool] | None = None
 
     def __post_init__(self) -> None:
         world = len(self.each)
@@ -125,7 +128,7 @@ class Crew:
 
     def _was_left(self, rank: int, batches: object) -> bool:
         assert batches is self.batches[rank]
-        return self.left[rank]
+        return self.left[rank] if self.shows_left is None else self.shows_left(batches)
 
     def _chosen(self, choice: str, reason: str, _change: ShareChange) -> None:
         self.lines.append(f"{choice} ({reason})")
@@ -337,6 +340,27 @@ def test_a_loop_that_is_left_near_the_end_leaves_its_rest_to_the_next_loop(ahead
         found.append([crew.step(list(each)) for each in zip(*loops, strict=True)])
     assert list(map(len, found)) == [3, 1, 1, 5]
     assert crew.used == {0: Counter(range(80)), 1: Counter(range(80))}
+
+
+@pytest.mark.parametrize("workers", [(0, 2), (1, 1)])
+def test_a_data_loader_shows_that_its_loop_was_left(workers: tuple[int, int]) -> None:
+    """Processes of a loader fetch two batches ahead, each; one keeps them for all its loops."""
+    crew, passes = Crew(80, 32, [0.01, 0.04], by_speed=False), Passes()
+    crew.shows_left = passes.was_left
+    data: Any = range(80)
+    loaders = [
+        DataLoader(data, batch_sampler=batches, num_workers=count, persistent_workers=count == 1)
+        for batches, count in zip(crew.batches, workers, strict=True)
+    ]
+    found = []
+    try:
+        for stop in (3, 1, 9, 9, 2, 2, 2):
+            loops = islice(zip(*loaders, strict=True), stop)
+            found.append([crew.step([each.tolist() for each in both]) for both in loops])
+    finally:
+        passes.close()
+    assert list(map(len, found)) == [3, 1, 1, 5, 2, 2, 1]
+    assert crew.used == {epoch: Counter(range(80)) for epoch in range(3)}
 
 
 def test_batches_that_a_script_leaves_out_do_not_come_again() -> None:
