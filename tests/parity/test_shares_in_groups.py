@@ -244,8 +244,8 @@ def test_workers_with_unlike_shares_end_with_one_line(
     with ServedRun(3, 1, grouping=grouping) as served, pytest.raises(JobFailedError) as caught:
         pool.run(prepare, strategy, consistency, served.address, world=3)
     assert {each.message for each in caught.value.failures.values()} == {
-        "the workers differ: the configuration's 'sync.shares' is even on worker 0 and auto on worker 1; give "
-        "every worker the same configuration"
+        "the workers differ: the configuration's 'sync.shares' is even on worker 0 and auto on worker 1; "
+        "give every worker the same configuration"
     }
     assert len(caught.value.failures) == 3
 
@@ -258,7 +258,8 @@ def count(place: Place, how: Config, address: str, leaves: int) -> tuple[list[in
         model, optimizer = session.prepare(*make())
         batches = session.batches(data, seed=4)
         loader = DataLoader(data, batch_sampler=batches)
-        while not loops or not ended or batches.epoch < EPOCHS - 1:
+        ended = False
+        while not ended or batches.epoch < EPOCHS - 1:
             ended = True
             loops.append(0)
             for x, y, indices in loader:

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
@@ -57,6 +57,7 @@ MOST = 4  # workers
 SAMPLES, BATCH = 240, 3
 EPOCHS_AHEAD, ITERATIONS_AHEAD = 3, 15  # how long before the end the workers are told of it
 PAUSE = 0.01  # seconds of each iteration
+AHEAD = 3  # batches of unlike parts that every other worker fetches ahead
 GOES_ON = 5.0  # seconds, from the hub's word that a worker died
 
 
@@ -194,6 +195,22 @@ def own_among(sampler: LeasedSampler, count: int) -> Tensor:
     return torch.tensor(held[:count], dtype=torch.float32)
 
 
+@dataclass(frozen=True)
+class Fetched:
+    """A loader's batches, each of which is fetched `ahead` batches before its use."""
+
+    loader: Any
+    ahead: int
+
+    def __iter__(self) -> Iterator[Tensor]:
+        batches = iter(self.loader)
+        ready = deque(itertools.islice(batches, self.ahead))
+        for batch in batches:
+            ready.append(batch)
+            yield ready.popleft()
+        yield from ready
+
+
 class Notes:
     """A worker's own: one line for what it tries, and one for what is done."""
 
@@ -244,7 +261,9 @@ def counts(session: Session, who: int, plan: Plan) -> dict[str, Any]:
         batches = session.batches(data, seed=7)
         assert isinstance(batches, LeasedBatches)
         sampler = batches.sampler
-        loader = torch.utils.data.DataLoader(data, batch_sampler=batches)  # type: ignore[arg-type]
+        # Members that fetch unlike amounts ahead, and so ask for blocks that others have not asked for:
+        ahead = AHEAD * (who % 2)
+        loader = Fetched(torch.utils.data.DataLoader(data, batch_sampler=batches), ahead)  # type: ignore[arg-type]
     else:
         sampler = session.sampler(data, seed=7)  # type: ignore[assignment]
         loader = torch.utils.data.DataLoader(data, batch_size=BATCH, sampler=sampler)  # type: ignore[arg-type]
