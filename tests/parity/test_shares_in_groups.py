@@ -250,9 +250,10 @@ def test_workers_with_unlike_shares_end_with_one_line(
     assert len(caught.value.failures) == 3
 
 
-def count(place: Place, how: Config, address: str, leaves: int) -> tuple[list[int], list[int]]:
+def count(place: Place, how: Config, address: str, leaves: int, calls: int) -> tuple[list[int], list[int]]:
     """Return the indices of this worker's batches, and the number of its steps in a group in each loop. A
-    loop is left after each iteration whose number `leaves` divides; 0: none is left."""
+    loop is left after each iteration whose number `leaves` divides; 0: none is left. The model is called
+    `calls` times for each batch."""
     data, trained, loops = dataset(), list[int](), list[int]()
     with served_worker(address, place.rank), atoll.join(how) as session:
         model, optimizer = session.prepare(*make())
@@ -265,7 +266,7 @@ def count(place: Place, how: Config, address: str, leaves: int) -> tuple[list[in
             for x, y, indices in loader:
                 loops[-1] += session.group.size > 1
                 optimizer.zero_grad()
-                loss_of(model, x, y).backward()
+                sum(loss_of(model, x, y) for _ in range(calls)).backward()  # type: ignore[union-attr]
                 optimizer.step()
                 trained += indices.tolist()
                 if leaves and session.iteration % leaves == 0:
@@ -275,9 +276,9 @@ def count(place: Place, how: Config, address: str, leaves: int) -> tuple[list[in
 
 
 @pytest.mark.parametrize("shares", ["even", "auto"])
-@pytest.mark.parametrize("leaves", [0, 4])
+@pytest.mark.parametrize(("leaves", "calls"), [(0, 1), (4, 1), (3, 2)])
 def test_members_make_equally_many_batches_that_workers_do_not_divide(
-    pool: WorkerPool, shares: str, leaves: int
+    pool: WorkerPool, shares: str, leaves: int, calls: int
 ) -> None:
     """Each sample counts once an epoch."""
     how = config("asp", 1, shares)
@@ -285,7 +286,7 @@ def test_members_make_equally_many_batches_that_workers_do_not_divide(
     settings = GroupingSettings(1, by="joint", regroup=False, score_for=score_for(Grouping([[0, 1, 2]])))
     with pytest.MonkeyPatch.context() as patch, ServedRun(3, 1, grouping=settings) as served:
         patch.setattr(placement, "_LEAST_PATIENCE", 60.0)
-        results = pool.run(count, how, served.address, leaves, world=3)
+        results = pool.run(count, how, served.address, leaves, calls, world=3)
     assert not served.failures
     together = [[made for made in loops if made] for _, loops in results]
     least = min(map(len, together)) - 1  # the first loop in the group has begun before it

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -19,10 +19,12 @@ from atoll.core.errors import RunError
 from atoll.groups.shares import ShareChange, cut_run
 from atoll.store.blocks import Blocks
 from atoll.store.leases import Leases
+from atoll.train.data.batches import SampledBatches
 from atoll.train.data.groupshares import GroupShares
 from atoll.train.data.leased_sampler import LeasedBatches, LeasedSampler
 from atoll.train.data.passes import Passes
 from atoll.train.data.sharereports import ShareReports
+from atoll.train.gradients.samples import SeenSamples
 from atoll.wire.messages import Cut, Lease, Leased, Used
 
 KEY = (7, 20)
@@ -361,6 +363,34 @@ def test_a_data_loader_shows_that_its_loop_was_left(workers: tuple[int, int]) ->
         passes.close()
     assert list(map(len, found)) == [3, 1, 1, 5, 2, 2, 1]
     assert crew.used == {epoch: Counter(range(80)) for epoch in range(3)}
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_model_that_is_called_twice_for_a_batch_uses_it_once(ahead: int) -> None:
+    """Whatever the size of a member's part; the second time its samples are of no further batch."""
+    crew, passes, data = Crew(80, 32, [0.01, 0.04], by_speed=False), Passes(), cast(Any, range(80))
+    state = cast(Any, SimpleNamespace(restore_random_once=lambda: None))
+    seen = [SampledBatches(state, passes, None) for _ in crew.each]
+    try:
+        loaders = [
+            DataLoader(data, batch_sampler=batches, num_workers=ahead * rank)
+            for rank, batches in enumerate(crew.batches)
+        ]
+        for both in zip(*loaders, strict=True):
+            for rank, batch in enumerate(both):
+                seen[rank].given_by(crew.samplers[rank])
+                size = float(len(batch))
+                counted = []
+                for part in (size - 1, 1.0, size, size) if size > 1 else (size, size):
+                    seen[rank].forward()
+                    counted.append(seen[rank].count(SeenSamples(part, True)))
+                assert sum(each.new or 0.0 for each in counted) == size
+                used = crew.samplers[rank].used()
+                assert sum(part.stop - part.start for part in used) == size
+                crew.count_used(KEY, used)
+    finally:
+        passes.close()
+    assert crew.used == {0: Counter(range(80))}
 
 
 def test_batches_that_a_script_leaves_out_do_not_come_again() -> None:

@@ -607,6 +607,11 @@ class LeasedBatches(Sampler[list[int]]):
         self.sampler, self._size, self._batches, self._was_left = sampler, size, batches, was_left
 
     @property
+    def knows_sizes(self) -> bool:
+        """True if the sampler knows the size of each batch that was given, as a group's member does."""
+        return self._batches is not None
+
+    @property
     def epoch(self) -> int:
         """The sampler's epoch."""
         return self.sampler.epoch

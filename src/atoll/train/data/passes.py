@@ -22,6 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from atoll.core.scriptline import script_line, script_number
 from atoll.core.stands import LOOP, UNKNOWN, Epoch
 from atoll.tensors.torch_patches import watch_loaders
+from atoll.train.data.leased_sampler import LeasedBatches
 
 _VARIABLES = ("epoch", "epoch_idx", "epoch_index")
 
@@ -130,6 +131,8 @@ class Passes:
         samplers = [loader.batch_sampler, loader.sampler]
         if loader.batch_size is None and type(loader.batch_sampler) is BatchSampler:  # the script's own
             this.batch_size = loader.batch_sampler.batch_size
+            samplers.append(loader.batch_sampler.sampler)
+        elif isinstance(loader.batch_sampler, LeasedBatches) and loader.batch_sampler.knows_sizes:
             samplers.append(loader.batch_sampler.sampler)
         for sampler in samplers:
             with contextlib.suppress(TypeError):  # a list, say, which is no key

@@ -536,9 +536,7 @@ class ServedModel:
         shards = self._service.shards
         self._ready.clear()
         sync = self._training.config.sync
-        asked = Ready(
-            digest=self._digest(), number=self._number, codec=sync.codec, dealing=_dealing_of(sync)
-        )
+        asked = Ready(digest=self._digest(), number=self._number, codec=sync.codec, dealing=_dealing_of(sync))
         shards.ask(range(len(shards)), asked, SET_UP, self._ready, what)
 
     def fetch_parameters(self) -> None:
