@@ -156,7 +156,7 @@ class SetUps:
                 continue
             del self._waiting[who]
             peer = self._peers.member(*who)
-            if ready.digest == model.setup.digest and not self._unlike(who[0], ready, model):
+            if ready.digest == model.setup.digest and not self._deals_otherwise(who[0], ready, model):
                 self._peers.send(peer, ready)
                 continue
             self.readies.pop(who[:2], None)  # it has made no set-up, and brings none
@@ -166,12 +166,14 @@ class SetUps:
     def _unlike(self, worker: int, told: Setup | Ready, model: Model) -> str:
         """Return a message for a worker whose codec, or a setting by which data is dealt, is another than the
         model's; empty for one with the same."""
-        setter, known = self.setter[0], model.setup
-        if told.codec != known.codec:
-            return _unlike_codecs(worker, told.codec, setter, known.codec)
+        if told.codec != model.setup.codec:
+            return _unlike_codecs(worker, told.codec, self.setter[0], model.setup.codec)
+        return self._deals_otherwise(worker, told, model)
+
+    def _deals_otherwise(self, worker: int, told: Setup | Ready, model: Model) -> str:
         for key, value in told.dealing.items():
-            if value != (others := known.dealing.get(key, value)):
-                return _unlike_dealing(worker, f"{key} {value}", setter, others)
+            if value != (others := model.setup.dealing.get(key, value)):
+                return _unlike_dealing(worker, f"{key} {value}", self.setter[0], others)
         return ""
 
     def _differs(self, worker: int, ready: Ready, model: Model) -> str:
