@@ -25,6 +25,7 @@ from atoll.train.data.sharereports import ShareReports
 from atoll.train.data.shares import ShareSchedule
 from atoll.train.members.regrouping import Leases
 from atoll.train.sync.peers import Peers
+from atoll.wire.messages import MOST_CUT
 
 OnIndex = Callable[[AnySampler], None]
 WasLeft = Callable[[object], bool]
@@ -122,7 +123,11 @@ class UnevenShares:
             least: returns the least samples of a member that gets any, in uneven parts.
             whole: the samples of a batch.
             fill: returns the samples of a fill.
+
+        Raises UserError for a batch that cannot be cut.
         """
+        if whole >= MOST_CUT:
+            raise UserError(f"sync.global_batch = {whole} is too large: groups cut batches below {MOST_CUT}")
         reports = None if self._is_followed else self._reports
         if reports is not None:
             _check_least(whole, members(), least())
