@@ -129,23 +129,40 @@ class LeasedSampler(Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be one of `epoch`. An epoch that the workers have used up gives nothing."""
         if epoch != self._epoch or self._whole:
-            self._turn_back()
+            self.end_loop()
             if not self._whole:
                 # The script abandons the epoch, so its leases are of no use.
                 self.leave_leased()
             self._begin(int(epoch))
 
-    def end_loop(self, *, left: bool) -> None:
-        """Note that the loop before has ended. `left`: before its end, as far as a DataLoader shows it.
+    def end_loop(self, *, left: bool = False) -> None:
+        """Queue again the positions that were given and not consumed. `left`: a DataLoader shows that the
+        latest loop was left before its end.
 
-        Of batches whose parts members of a group take, the rest of a loop that was left comes first in the
-        next loop, which then ends where the epoch does. What was given in a loop that came to its end counts
-        as used. How much a loader has fetched ahead does not matter, so all members decide alike.
+        After a whole iteration only a rest of less than a batch is queued again (of a loader with
+        `drop_last`). A larger rest counts as used: the script left it out, or counts samples in another way.
+        Otherwise that rest would come back without end.
+
+        Members of a group have batches of unlike sizes, and fetch unlike numbers of them ahead, so neither
+        may decide: of a loop that was left the rest comes first in the next one, which then ends where the
+        epoch does; of one that came to its end all counts as used.
         """
-        self._turn_back(left=left)
+        hand = self._hand
+        hand.seen += self._take_consumed()
+        rest, size = joined(hand.runs), positions(hand.runs)
+        hand.runs.clear()
+        in_batches = self._batches is not None
+        if self._whole and (not left if in_batches else size >= max(1, self._batch)):
+            hand.seen += [run for run in rest if run[0] >= 0]
+        else:
+            self._leasing.turn_back(rest)
+            if in_batches and self._whole and rest:
+                self._whole, self._closed = False, True
+        self.given = self._reported = 0
+        self._taken.begin()
 
     def __iter__(self) -> Iterator[int]:
-        self._turn_back()
+        self.end_loop()
         if self._whole:
             self._begin(self._epoch + 1)
         return self._give()
@@ -367,27 +384,6 @@ class LeasedSampler(Sampler[int]):
         self._epoch, self._begun, self._whole, self._closed = epoch, False, False, False
         current = min([epoch, *self._pending])
         self._samples.keep(current - EPOCHS_KEPT, (epoch, *self._pending))
-
-    def _turn_back(self, *, left: bool = False) -> None:
-        """Queue again the positions that were given and not consumed.
-
-        After a whole iteration only a rest of less than a batch is queued again (of a loader with
-        `drop_last`). A larger rest counts as used: the script left it out, or counts samples in another way.
-        Otherwise that rest would come back without end. For a group's batches see `end_loop`.
-        """
-        hand = self._hand
-        hand.seen += self._take_consumed()
-        rest, size = joined(hand.runs), positions(hand.runs)
-        hand.runs.clear()
-        in_batches = self._batches is not None
-        if self._whole and (not left if in_batches else size >= max(1, self._batch)):
-            hand.seen += [run for run in rest if run[0] >= 0]
-        else:
-            self._leasing.turn_back(rest)
-            if in_batches and self._whole and rest:
-                self._whole, self._closed = False, True
-        self.given = self._reported = 0
-        self._taken.begin()
 
     def _take_consumed(self) -> list[SampleRange]:
         """Remove from the hand the samples consumed since the last call; return their runs without fills."""
