@@ -76,6 +76,7 @@ class Crew:
     lines: list[str] = field(default_factory=list)
     by_speed: bool = True
     workers: int = 4
+    wait: float = 1.0  # 0: under ssp
     shows_left: Callable[[object], bool] | None = None
 
     def __post_init__(self) -> None:
@@ -110,7 +111,9 @@ class Crew:
             for rank in range(world)
         ]
         self.samplers = [
-            LeasedSampler(self.length, lease=partial(self._lease, rank), shares=self.shares[rank], wait=1.0)
+            LeasedSampler(
+                self.length, lease=partial(self._lease, rank), shares=self.shares[rank], wait=self.wait
+            )
             for rank in range(world)
         ]
         self.batches = [
@@ -255,7 +258,10 @@ def test_members_make_equally_many_batches_whatever_loops_are_left(seed: int, by
     """Batches are fetched ahead, of sizes that no number of workers divides; and other contributors use
     samples, and die. In the end each sample has counted once an epoch."""
     chance = random.Random(seed)
-    crew = Crew(chance.randint(20, 120), chance.randint(9, 31), [0.01, 0.04, 0.02], by_speed=by_speed)
+    wait = float(seed % 3 > 0)
+    crew = Crew(
+        chance.randint(20, 120), chance.randint(9, 31), [0.01, 0.04, 0.02], by_speed=by_speed, wait=wait
+    )
     ahead = [chance.randint(0, 4) for _ in crew.each]
     others = Others(crew, 0.4)
     for _ in range(20):
@@ -290,21 +296,21 @@ class Others:
     def turn(self, chance: random.Random) -> None:
         """Take a batch, commit the batches before, or die."""
         if chance.random() < self._often:
-            self._fetch()
+            self._fetch(max(sampler.epoch for sampler in self._crew.samplers))
         if chance.random() < self._often / 2:
             self._crew.count_used(self._key, self._sampler.used())
         if chance.random() < self._often / 4:
             self.die()
 
     def take(self) -> None:
-        """Take a batch and commit it."""
-        self._fetch()
+        """Take a batch, if only of a later epoch, and commit it."""
+        self._fetch(self._sampler.epoch + 1)
         self._crew.count_used(self._key, self._sampler.used())
 
-    def _fetch(self) -> None:
-        """Take a batch of the epoch that the crew is in, or of an earlier one."""
+    def _fetch(self, last: int) -> None:
+        """Take a batch of epoch `last` or an earlier one."""
         while not (batch := list(islice(self._indices, 3))):
-            if self._sampler.epoch >= max(sampler.epoch for sampler in self._crew.samplers):
+            if self._sampler.epoch >= last:
                 return
             self._indices = iter(self._sampler)
         self._sampler.count(len(batch))
@@ -446,6 +452,51 @@ def test_a_group_goes_on_without_a_member_that_has_asked_for_more_or_less(
     while 0 in crew.used and crew.used[0].total() < crew.length:
         others.take()
     assert crew.used[0] == Counter(range(crew.length))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_each_sample_counts_once_whoever_dies_and_whatever_loops_are_left(seed: int) -> None:
+    """Members die one after another, with batches in hand and blocks that the others have not asked for.
+    Those who live become a new contributor some iterations later."""
+    chance = random.Random(seed)
+    wait = float(seed % 3 > 0)
+    crew = Crew(
+        chance.randint(40, 160),
+        chance.randint(9, 31),
+        [0.01, 0.04, 0.02, 0.01],
+        by_speed=seed % 2 == 0,
+        wait=wait,
+    )
+    others, leaves, iteration = Others(crew, 0.3), chance.choice([3, 4, 7, 1000]), 0
+
+    def script(rank: int, ahead: int) -> Iterator[list[int]]:
+        while crew.samplers[rank].epoch < 6:
+            for batch in crew.loader(rank, ahead):
+                yield batch
+                if iteration % leaves == 0:
+                    break
+
+    scripts = {rank: script(rank, chance.randint(0, 4)) for rank in crew.there}
+    moves_at = 0
+    while crew.there:
+        iteration += 1
+        batches = {rank: batch for rank in crew.there if (batch := next(scripts[rank], None)) is not None}
+        gone = set(crew.there) - set(batches)
+        if len(crew.there) > 1 and chance.random() < 0.03:
+            gone.add(chance.choice(crew.there))
+        for rank in gone:
+            crew.lose(rank)
+            moves_at = iteration + chance.randint(0, 3)
+        crew.step([batches[rank] for rank in crew.there])
+        others.turn(chance)
+        if iteration == moves_at and crew.there:
+            crew.move()
+    crew.fence(crew.key)
+    epochs = max(sampler.epoch for sampler in crew.samplers)
+    while any(crew.used[epoch].total() < crew.length for epoch in range(epochs)):
+        others.take()
+    for epoch in range(epochs):
+        assert crew.used[epoch] == Counter(range(crew.length)), epoch
 
 
 def test_a_member_without_a_sample_has_a_fill_that_counts_nothing() -> None:
