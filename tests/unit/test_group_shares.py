@@ -15,7 +15,8 @@ import msgspec
 import pytest
 from torch.utils.data import DataLoader
 
-from atoll.core.errors import RunError
+from atoll.core.config import Sync
+from atoll.core.errors import RunError, UserError
 from atoll.groups.shares import ShareChange, cut_run
 from atoll.store.blocks import Blocks
 from atoll.store.leases import Leases
@@ -24,6 +25,7 @@ from atoll.train.data.groupshares import GroupShares
 from atoll.train.data.leased_sampler import LeasedBatches, LeasedSampler
 from atoll.train.data.passes import Passes
 from atoll.train.data.sharereports import ShareReports
+from atoll.train.data.sources import UnevenShares
 from atoll.train.gradients.samples import SeenSamples
 from atoll.wire.messages import Cut, Lease, Leased, Used
 
@@ -559,3 +561,25 @@ def test_a_block_for_others_is_refused() -> None:
     leased = Leased(sampler=0, epoch=0, start=0, stop=8)
     with pytest.raises(RunError, match="worker 1 was given a block of epoch 0 that is cut for workers 4, 9"):
         list(shares.own(leased, Cut({4: 4, 9: 4})))
+
+
+def test_the_first_batches_of_a_session_follow_speeds_and_others_are_cut_evenly() -> None:
+    crew = Crew(2000, 20, [0.01, 0.04])
+    reports = crew.reports[0]
+    sync = Sync(shares="auto", global_batch=20, memory_cap=9)
+    dealing = UnevenShares(sync, lambda world: crew.names[:world], reports, print, fixed=False)
+    first, second = [
+        dealing.in_group(crew.rings[0], lambda: 2, lambda: 3, whole, lambda: 1) for whole in (16, 21)
+    ]
+    assert (first.cut(), second.cut()) == (Cut({1: 8, 4: 8}, 3), Cut({1: 10, 4: 11}, 1))
+    assert reports._sampler is first
+    with pytest.raises(
+        UserError, match="sync.global_batch = 5 is too small to give each of 2 workers 3 samp"
+    ):
+        UnevenShares(sync, list, reports, print, fixed=False).in_group(
+            crew.rings[0], lambda: 2, lambda: 3, 5, lambda: 1
+        )
+    with pytest.raises(
+        UserError, match="sync.global_batch = 2147483648 is too large: groups cut batches bel"
+    ):
+        dealing.in_group(crew.rings[0], lambda: 2, lambda: 3, 2**31, lambda: 1)

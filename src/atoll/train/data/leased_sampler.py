@@ -126,10 +126,13 @@ class LeasedSampler(Sampler[int]):
         """The number of samples that this worker has trained on since the iteration started."""
         return self._taken.consumed
 
-    def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be one of `epoch`. An epoch that the workers have used up gives nothing."""
+    def set_epoch(self, epoch: int, *, left: bool = False) -> None:
+        """Let the next iteration be one of `epoch`. An epoch that the workers have used up gives nothing.
+        `left`: see `end_loop`."""
         if epoch != self._epoch or self._whole:
-            self.end_loop()
+            self.end_loop(left=left)
+            if epoch == self._epoch and not self._whole:  # its rest comes first
+                return
             if not self._whole:
                 # The script abandons the epoch, so its leases are of no use.
                 self.leave_leased()
@@ -614,15 +617,14 @@ class LeasedBatches(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the sampler's epoch."""
-        self._end_loop(self._was_left(self))
-        self.sampler.set_epoch(epoch)
+        self.sampler.set_epoch(epoch, left=self._was_left(self))
 
     def __iter__(self) -> Iterator[list[int]]:
         # A DataLoader's new loop counts as the latest one once this has returned.
         return self._give(self._was_left(self))
 
     def _give(self, left: bool) -> Iterator[list[int]]:
-        self._end_loop(left)
+        self.sampler.end_loop(left=left)
         indices, batches = iter(self.sampler), self._batches
         for first in indices:  # only with it may more be leased, whose batches have known sizes
             size = batches.ahead.popleft() if batches is not None and batches.ahead else self._size()
@@ -630,10 +632,6 @@ class LeasedBatches(Sampler[list[int]]):
             if batches is not None:
                 batches.give(len(batch))
             yield batch
-
-    def _end_loop(self, left: bool) -> None:
-        if self._batches is not None:
-            self.sampler.end_loop(left=left)
 
     def __len__(self) -> int:
         """Return an estimate of the number of batches, from the sampler's."""
