@@ -9,6 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -298,3 +299,50 @@ def test_members_make_equally_many_batches_that_workers_do_not_divide(
     epochs = every[1]
     assert epochs >= EPOCHS
     assert set((every - Counter({0: every[0] - epochs})).values()) == {epochs}  # fills are of sample 0
+
+
+def save(place: Place, how: Config, address: str, folder: str, members: int) -> tuple[int, list[int]]:
+    """Save a checkpoint one batch before the end of an epoch that the group of `members` has begun, while
+    three batches are fetched ahead. Return the epoch, and this worker's samples in it."""
+    data = dataset()
+    with served_worker(address, place.rank), atoll.join(how) as session:
+        model, optimizer = session.prepare(*make())
+        batches = session.batches(data, seed=4)
+        loader = DataLoader(data, batch_sampler=batches)
+        while True:
+            trained, begins = list[int](), session.group.size == members
+            for x, y, indices in fetched(loader, 3):
+                optimizer.zero_grad()
+                loss_of(model, x, y).backward()
+                optimizer.step()
+                trained += indices.tolist()
+                if begins and len(trained) // len(indices) == len(batches) - 1:
+                    session.save(folder)
+                    return batches.epoch, trained
+
+
+def resume(place: Place, how: Config, address: str, folder: str) -> tuple[int, list[int]]:
+    """Return the epoch in which the run goes on, and the samples that it gives."""
+    data = dataset()
+    with served_worker(address, place.rank), atoll.join(how) as session:
+        session.prepare(*make())
+        batches = session.batches(data, seed=4)
+        session.load(folder)
+        return batches.epoch, [
+            index for _, _, each in DataLoader(data, batch_sampler=batches) for index in each.tolist()
+        ]
+
+
+@pytest.mark.parametrize("members", [1, 2])
+def test_a_checkpoint_near_an_epoch_s_end_keeps_what_loaders_have_fetched(
+    pool: WorkerPool, tmp_path: Path, members: int
+) -> None:
+    how = config("asp", 1, "even")
+    settings = GroupingSettings(1, by="joint", regroup=False)
+    with pytest.MonkeyPatch.context() as patch, ServedRun(members, 1, grouping=settings) as served:
+        patch.setattr(placement, "_LEAST_PATIENCE", 60.0)
+        saved = pool.run(save, how, served.address, str(tmp_path), members, world=members)
+    with ServedRun(1, 1, grouping=settings) as served:
+        [(epoch, given)] = pool.run(resume, how, served.address, str(tmp_path), world=1)
+    assert {epoch} == {each for each, _ in saved}
+    assert Counter(given) + Counter(chain(*(trained for _, trained in saved))) == Counter(range(LENGTH))

@@ -23,6 +23,7 @@ from atoll.store.leases import Leases
 from atoll.train.data.batches import SampledBatches
 from atoll.train.data.groupshares import GroupShares
 from atoll.train.data.leased_sampler import LeasedBatches, LeasedSampler
+from atoll.train.data.order import SampleOrder
 from atoll.train.data.passes import Passes
 from atoll.train.data.sharereports import ShareReports
 from atoll.train.data.sources import UnevenShares
@@ -229,6 +230,15 @@ class Crew:
             self.count_used(self.key, used)
         return tuple(counted)
 
+    def check_checkpoint(self) -> None:
+        """A run that loads a checkpoint made now gives all samples that the group has leased and not used."""
+        state = self.samplers[0].state_dict([sampler.place() for sampler in self.samplers])
+        for (_, epoch), there in self.leases.state.epochs.items():
+            if epoch < state["epoch"]:
+                assert not there.leased.get(self.key), (epoch, state["epoch"])
+        for epoch, start, stop in state["used"]:
+            assert all(self.used[epoch][position] == 1 for position in range(start, stop))
+
     def count_used(self, key: tuple[int, int], used: list[Used]) -> None:
         self.everything += used
         self.leases.handle_used(*key, used)
@@ -271,6 +281,7 @@ def test_members_make_equally_many_batches_whatever_loops_are_left(seed: int, by
         loops = [islice(crew.loader(rank, fetches), stop) for rank, fetches in enumerate(ahead)]
         for each in zip(*loops, strict=True):
             crew.step(list(each))
+            crew.check_checkpoint()
             others.turn(chance)
     others.die()
     epochs = max(sampler.epoch for sampler in crew.samplers) + 2
@@ -280,6 +291,49 @@ def test_members_make_equally_many_batches_whatever_loops_are_left(seed: int, by
             crew.step(list(each))
     for epoch in range(epochs):
         assert crew.used[epoch] == Counter(range(crew.length)), epoch
+
+
+@pytest.mark.parametrize("members", [1, 2])
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_a_checkpoint_has_the_samples_that_loaders_have_fetched(members: int, ahead: int) -> None:
+    """Also at an epoch's end: all is leased, and some of it is in hand."""
+    crew = Crew(80, 32, [0.01, 0.04][:members])
+    for _ in range(3):
+        loops = [crew.loader(rank, ahead * (members - rank)) for rank in range(members)]
+        for each in zip(*loops, strict=True):
+            crew.step(list(each))
+            crew.check_checkpoint()
+            places = [sampler.place() for sampler in crew.samplers]
+            fresh = Crew(80, 32, [0.01] * members)
+            for sampler in fresh.samplers:
+                sampler.load_state_dict(crew.samplers[0].state_dict(places))
+            epoch = fresh.samplers[0].epoch
+            rest = list(zip(*(fresh.loader(rank, 0) for rank in range(members)), strict=True))
+            given = {int(index) for step in rest for batch in step for index in batch}
+            order = SampleOrder(80, 0, True).draw(epoch).tolist()
+            unused = {order[place] for place in range(80) if not crew.used.get(epoch, Counter())[place]}
+            assert given == unused
+
+
+def test_an_epoch_of_which_late_samples_are_in_hand_is_not_over() -> None:
+    """Another worker has died with samples of epoch 0, which come with those of epoch 1."""
+    crew = Crew(80, 32, [0.01, 0.04], by_speed=False)
+    others = Others(crew, 1.0)
+    others.hold()
+    for epoch in range(2):
+        loops = [crew.loader(rank, 3 * rank) for rank in range(2)]
+        if epoch:
+            others.die()
+        for each in zip(*loops, strict=True):
+            if epoch and crew.used[0].total() < 80:  # its late samples are in hand
+                for sampler in crew.samplers:
+                    assert sampler.deal_state()["pending"] == [0]
+                    assert sampler.where() == (1, [0, 1])
+                    assert sampler.place()["epoch"] == 0
+            crew.step(list(each))
+            crew.check_checkpoint()
+    assert crew.used == {epoch: Counter(range(80)) for epoch in range(2)}
+    assert [sampler.where() for sampler in crew.samplers] == [(2, []), (2, [])]
 
 
 class Others:
@@ -316,6 +370,10 @@ class Others:
                 return
             self._indices = iter(self._sampler)
         self._sampler.count(len(batch))
+
+    def hold(self) -> None:
+        """Take a batch, and keep it."""
+        next(self._indices)
 
     def die(self) -> None:
         self._crew.fence(self._key)

@@ -94,10 +94,10 @@ class LeasedSampler(Sampler[int]):
             mixes: called with a warning when samples of an earlier epoch come in the loop of a later one.
             shares: the parts in which a group's members take batches; None: there are no batches.
         """
-        self._samples = Samples(SampleOrder(dataset, seed, shuffle))
-        self._leasing = Leasing(self._samples, lease, number, lease_size, shares)
+        self._samples, self._hand = Samples(SampleOrder(dataset, seed, shuffle)), InHand()
+        self._leasing = Leasing(self._samples, self._hand, lease, number, lease_size, wait, shares)
         self._workers = max(1, workers)
-        self._wait, self._on_index, self._mixes = wait, on_index, mixes
+        self._on_index, self._mixes = on_index, mixes
         self.shuffle = shuffle
         self.given = 0
         self._batches = None if shares is None else shares.batches
@@ -106,10 +106,6 @@ class LeasedSampler(Sampler[int]):
         self._batch = 0  # the most samples that were consumed at once
         self._epoch = 0
         self._begun = self._whole = False  # this epoch's iteration has begun; has ended
-        self._closed = False  # nothing is leased of this epoch behind the batches that are queued
-        self._hand = InHand()
-        self._pending: list[int] = []  # earlier epochs of which positions may come back
-        self._target = 0  # the epoch of the worker's group; earlier epochs end at once
 
     @property
     def epoch(self) -> int:
@@ -160,7 +156,7 @@ class LeasedSampler(Sampler[int]):
         else:
             self._leasing.turn_back(rest)
             if in_batches and self._whole and rest:
-                self._whole, self._closed = False, True
+                self._whole, self._leasing.closed = False, True
         self.given = self._reported = 0
         self._taken.begin()
 
@@ -209,12 +205,11 @@ class LeasedSampler(Sampler[int]):
     def leave_leased(self) -> None:
         """Drop leased positions that were not given. Other workers get them."""
         self._leasing.clear()
-        self._closed = False
 
     def where(self) -> Where:
         """Return this worker's place in its data, which goes to `go_to` on all members of its group."""
-        begun = [] if self._whole else [self._epoch]
-        return self._epoch + self._whole, [*self._pending, *begun]
+        begun = set() if self._whole else {self._epoch}
+        return self._epoch + self._whole, sorted(begun.union(self._leasing.unfinished()))
 
     def go_to(self, members: Sequence[Where]) -> None:
         """Go to the epoch of the furthest of a new group's `members`, since all must make equal requests.
@@ -223,10 +218,11 @@ class LeasedSampler(Sampler[int]):
         one. So are positions of earlier epochs that come back: those of a dead member, for example, when its
         old group is fenced.
         """
-        self._target = max(epoch for epoch, _ in members)
+        target = max(epoch for epoch, _ in members)
         earlier = {epoch for _, epochs in members for epoch in epochs}
-        earlier |= set(range(self._target - EPOCHS_KEPT, self._target))
-        self._pending = sorted(epoch for epoch in earlier if 0 <= epoch < self._target)
+        earlier |= set(range(target - EPOCHS_KEPT, target))
+        self._leasing.target = target
+        self._leasing.pending = sorted(epoch for epoch in earlier if 0 <= epoch < target)
 
     def committed(self) -> None:
         """Record a whole iteration: `used` reports its samples."""
@@ -237,8 +233,8 @@ class LeasedSampler(Sampler[int]):
 
     def place(self) -> dict[str, Any]:
         """Return this worker's part of a checkpoint, as JSON values; `state_dict` takes every worker's."""
-        whole = self._whole and not self._pending
-        return {"epoch": min([self._epoch + whole, *self._pending]), "used": self._samples.used()}
+        first = min([self._epoch + self._whole, *self._leasing.unfinished()])
+        return {"epoch": first, "used": self._samples.used()}
 
     def state_dict(self, consumed: int | Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
         """Return the used samples, independent of the number of workers. Samples used by a worker that has
@@ -282,13 +278,11 @@ class LeasedSampler(Sampler[int]):
         before = {epoch: self._samples.order.length for epoch, _, _ in left} | {self._epoch: state["offset"]}
         offset = without([(epoch, 0, stop) for epoch, stop in before.items()], left)
         self._samples.load(state, merged(map(_run, [*offset, *state.get("used", [])])))
-        self._hand = InHand()
-        self._pending = sorted({epoch for epoch, _, _ in left if epoch != self._epoch})
+        self._hand.clear()
         self.given = self._reported = 0
         self._taken.begin()
-        self._begun = self._whole = self._closed = False
-        self._target = 0
-        self._leasing.load()
+        self._begun = self._whole = False
+        self._leasing.load({epoch for epoch, _, _ in left if epoch != self._epoch})
         while self._samples.order.length and self._samples.done(self._epoch) == self._samples.order.length:
             self._epoch += 1
 
@@ -296,14 +290,15 @@ class LeasedSampler(Sampler[int]):
         """Return the state with which a newcomer leases in this order. Samples used since the load are left
         out.
 
-        `pending` has earlier epochs of which positions may come back: the newcomer asks for them too.
+        `pending` has other epochs of which positions may come back, or are in hand: the newcomer asks for
+        them too.
         """
         order, used = self._samples.order, self._samples.used(since_load=False)
         return {
             **order.facts(self._epoch, 0),
             "loads": self._leasing.loads,
             "used": used,
-            "pending": list(self._pending),
+            "pending": [epoch for epoch in self._leasing.unfinished() if epoch != self._epoch],
         }
 
     def check_deal_state(self, state: Mapping[str, Any]) -> None:
@@ -319,16 +314,17 @@ class LeasedSampler(Sampler[int]):
     def load_deal_state(self, state: Mapping[str, Any], _rank: int | None = None) -> None:
         """Lease in the order of the worker that gave `state`."""
         self.load_state_dict({**state, "epoch": min([state["epoch"], *(run[0] for run in state["used"])])})
-        self._epoch, self._leasing.loads = state["epoch"], state["loads"]
-        self._pending = sorted({*self._pending, *state["pending"]} - {self._epoch})
+        self._epoch, leasing = state["epoch"], self._leasing
+        leasing.loads = state["loads"]
+        leasing.pending = sorted({*leasing.pending, *state["pending"]} - {self._epoch})
 
     # Giving and leasing
 
     def _give(self) -> Iterator[int]:
         continued, self._begun = self._begun, True
         while True:
-            if not self._leasing.queue and (self._closed or not self._lease_more()):
-                self._whole, self._closed = True, False
+            if not self._leasing.queue and not self._leasing.more(self._epoch, self.given, self._batch):
+                self._whole = True
                 if not continued or self.given:
                     return
                 # The interrupted iteration had nothing left: give the next epoch.
@@ -345,48 +341,12 @@ class LeasedSampler(Sampler[int]):
                 self._on_index(self)
             yield 0 if epoch < 0 else int(self._samples.left(epoch)[0][place])
 
-    def _lease_more(self) -> bool:
-        """Queue newly leased positions; return False at the end of this worker's iteration.
-
-        All members of a group make equal requests and get equal answers.
-        """
-        if self._epoch < self._target:
-            return False
-        leasing = self._leasing
-        for epoch in list(self._pending):
-            if epoch != self._epoch:
-                leased = self._ask(epoch)
-                if leasing.take(leased):
-                    return True
-                if leased.over and not self._may_come_back(leased):
-                    self._pending.remove(epoch)
-        leased = self._ask(self._epoch)
-        # Two workers may wait for each other's positions: then the hub answers both that the epoch is over.
-        if self._wait > 0 and not leased.over and leased.start >= leased.stop and not leased.length:
-            leased = self._ask(self._epoch, self._wait)
-        if leasing.take(leased):
-            return True
-        kept = [] if leased.over and not self._may_come_back(leased) else [self._epoch]
-        self._pending = [*(epoch for epoch in self._pending if epoch != self._epoch), *kept]
-        return False
-
-    def _may_come_back(self, leased: Leased) -> bool:
-        """Return True if positions of an epoch that is over may come back, and so are to be asked for again.
-
-        With positions in hand others may hold positions too. Members of a group that make batches of their
-        parts have unlike batches in hand, by what their loaders fetch: for them the hub tells.
-        """
-        return self._hand.holds(leased.epoch) if self._batches is None else leased.held
-
-    def _ask(self, epoch: int, wait: float = 0.0) -> Leased:
-        return self._leasing.ask(epoch, self.given, self._batch, wait)
-
     # Between iterations
 
     def _begin(self, epoch: int) -> None:
-        self._epoch, self._begun, self._whole, self._closed = epoch, False, False, False
-        current = min([epoch, *self._pending])
-        self._samples.keep(current - EPOCHS_KEPT, (epoch, *self._pending))
+        self._epoch, self._begun, self._whole, self._leasing.closed = epoch, False, False, False
+        kept = {epoch, *self._leasing.unfinished()}
+        self._samples.keep(min(kept) - EPOCHS_KEPT, kept)
 
     def _take_consumed(self) -> list[SampleRange]:
         """Remove from the hand the samples consumed since the last call; return their runs without fills."""
@@ -412,6 +372,10 @@ class InHand:
         if self.runs and self.runs[-1][0] == run[0] and self.runs[-1][2] == run[1]:
             run = (run[0], self.runs.pop()[1], run[2])
         self.runs.append(run)
+
+    def clear(self) -> None:
+        """Forget all positions."""
+        self.runs, self.seen = [], []
 
     def holds(self, epoch: int) -> bool:
         """True if positions of `epoch`, or fills of its batches, are in hand."""
@@ -506,29 +470,44 @@ class Leasing:
     Attributes:
         queue: leased runs that were not given yet.
         loads: the number of times that the sampler was loaded.
+        pending: earlier epochs of which positions may come back.
+        target: the epoch of the worker's group; earlier epochs end at once.
+        closed: nothing is leased of this epoch behind what is queued.
     """
 
     def __init__(
-        self, samples: Samples, lease: Lessor, number: int, size: int, shares: GroupShares | None
+        self,
+        samples: Samples,
+        hand: InHand,
+        lease: Lessor,
+        number: int,
+        size: int,
+        wait: float,
+        shares: GroupShares | None,
     ) -> None:
-        self._samples, self._lease, self._number, self._size = samples, lease, number, size
-        self._shares = shares
+        self._samples, self._hand, self._lease = samples, hand, lease
+        self._number, self._size, self._wait, self._shares = number, size, wait, shares
         self.queue: deque[SampleRange] = deque()
-        self.loads = 0
+        self.loads = self.target = 0
+        self.pending: list[int] = []
+        self.closed = False
 
     @property
     def key(self) -> int:
         """The number under which the hub keeps the sampler's books."""
         return self._number + GENERATION * self.loads
 
-    def load(self) -> None:
-        """Begin new books at the hub, after a checkpoint is loaded."""
+    def load(self, pending: Iterable[int]) -> None:
+        """Begin new books at the hub, after a checkpoint is loaded in which positions of these epochs are
+        left."""
         self.clear()
-        self.loads += 1
+        self.pending = sorted(pending)
+        self.loads, self.target = self.loads + 1, 0
 
     def clear(self) -> None:
         """Forget leased positions."""
         self.queue.clear()
+        self.closed = False
         if self._shares is not None:
             self._shares.batches.ahead.clear()
 
@@ -545,11 +524,50 @@ class Leasing:
             self.queue.appendleft((epoch, place + 1, stop))
         return epoch, place
 
-    def ask(self, epoch: int, given: int, batch: int, wait: float) -> Leased:
-        """Lease samples of an epoch, for a worker that was given `given` samples in batches of `batch`.
+    def unfinished(self) -> list[int]:
+        """Return the epochs of which positions may come back, or are queued or in hand."""
+        there = (*self.queue, *self._hand.runs, *self._hand.seen)
+        return sorted({*self.pending, *(run[0] for run in there if run[0] >= 0)})
 
-        Raises RunError for a lease beyond the epoch's end.
+    def more(self, epoch: int, given: int, batch: int) -> bool:
+        """Queue newly leased positions, of pending epochs before those of `epoch`; return False at the end of
+        this worker's iteration.
+
+        All members of a group make equal requests and get equal answers.
+
+        Args:
+            given: the samples that the worker was given in this iteration.
+            batch: the samples of its largest batch.
         """
+        if self.closed or epoch < self.target:
+            self.closed = False
+            return False
+        for earlier in [each for each in self.pending if each != epoch]:
+            leased = self._ask(earlier, given, batch)
+            if self._take(leased):
+                return True
+            if leased.over and not self._may_come_back(leased):
+                self.pending.remove(earlier)
+        leased = self._ask(epoch, given, batch)
+        # Two workers may wait for each other's positions: then the hub answers both that the epoch is over.
+        if self._wait > 0 and not leased.over and leased.start >= leased.stop and not leased.length:
+            leased = self._ask(epoch, given, batch, self._wait)
+        if self._take(leased):
+            return True
+        kept = [] if leased.over and not self._may_come_back(leased) else [epoch]
+        self.pending = [*(each for each in self.pending if each != epoch), *kept]
+        return False
+
+    def _may_come_back(self, leased: Leased) -> bool:
+        """Return True if positions of an epoch that is over may come back, and so are to be asked for again.
+
+        With positions in hand others may hold positions too. Members of a group that make batches of their
+        parts have unlike batches in hand, by what their loaders fetch: for them the hub tells.
+        """
+        return self._hand.holds(leased.epoch) if self._shares is None else leased.held
+
+    def _ask(self, epoch: int, given: int, batch: int, wait: float = 0.0) -> Leased:
+        """Lease samples of an epoch. Raises RunError for a lease beyond the epoch's end."""
         length = len(self._samples.left(epoch)[0])
         if not length:
             return Leased(sampler=self.key, epoch=epoch, start=0, stop=0, over=True)
@@ -561,7 +579,7 @@ class Leasing:
             raise RunError(f"the hub leased samples to {leased.stop} of epoch {epoch}, which has {length}")
         return leased
 
-    def take(self, leased: Leased) -> bool:
+    def _take(self, leased: Leased) -> bool:
         """Queue a lease with its fills; return True if anything is queued."""
         if leased.cut is not None:
             assert self._shares is not None  # or there would be no `cut` in the request
