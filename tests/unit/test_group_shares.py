@@ -482,6 +482,61 @@ def test_an_epoch_that_is_set_is_alike_on_members_that_fetch_unlike(same: bool) 
     assert list(map(len, found)) == ([3, 2, 0] if same else [3, 5, 5])
 
 
+@pytest.mark.parametrize("sets", ["loop", "ended"])
+@pytest.mark.parametrize("seed", range(40))
+def test_members_whose_scripts_set_epochs_make_equally_many_batches(seed: int, sets: str) -> None:
+    """Whatever they have fetched, and whoever else dies. An epoch is the number of a loop (`loop`), or of
+    loops that have come to their end (`ended`)."""
+    chance = random.Random(seed)
+    crew = Crew(
+        chance.randint(20, 120),
+        chance.randint(9, 31),
+        [0.01, 0.04, 0.02],
+        by_speed=bool(seed % 2),
+        wait=float(seed % 3 > 0),
+    )
+    ahead, others, epoch = [chance.randint(0, 4) for _ in crew.each], Others(crew, 0.4), 0
+    for loop in range(20):
+        for batches in crew.batches:
+            batches.set_epoch(loop if sets == "loop" else epoch)
+        stop = chance.choice([1, 2, 3, 5, 1000])
+        loops = [islice(crew.loader(rank, fetches), stop) for rank, fetches in enumerate(ahead)]
+        steps = 0
+        for each in zip(*loops, strict=True):
+            crew.step(list(each))
+            others.turn(chance)
+            steps += 1
+        epoch += sets == "ended" and steps < stop
+
+
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_a_loop_that_is_left_with_its_last_batch_leaves_nothing_of_an_epoch_set_again(ahead: int) -> None:
+    """Whether the loader knows that it was the last one, or not."""
+    crew = Crew(80, 32, [0.01, 0.04], by_speed=False)
+    found = []
+    for epoch, stop in ((0, 5), (0, 9), (1, 9), (1, 9)):
+        for batches in crew.batches:
+            batches.set_epoch(epoch)
+        loops = [islice(crew.loader(rank, fetches), stop) for rank, fetches in enumerate((3, ahead))]
+        found.append(len([crew.step(list(each)) for each in zip(*loops, strict=True)]))
+    assert found == [5, 0, 5, 0]
+
+
+@pytest.mark.parametrize("wait", [0.0, 1.0])
+def test_an_epoch_that_the_script_gives_up_is_given_up_by_all_members(wait: float) -> None:
+    """One member has seen that it is over, while a worker that dies held some of it. The other has not."""
+    crew = Crew(80, 32, [0.01, 0.04], by_speed=False, wait=wait)
+    others, found = Others(crew, 1.0), []
+    others.hold()
+    for epoch, stop in ((0, 2), (1, 99), (2, 99)):
+        for batches in crew.batches:
+            batches.set_epoch(epoch)
+        loops = [islice(crew.loader(rank, 6 * rank), stop) for rank in range(2)]
+        found.append(len([crew.step(list(each)) for each in zip(*loops, strict=True)]))
+        others.die()
+    assert found == [2, 5, 5]
+
+
 @pytest.mark.parametrize("gone", [0, 1])
 @pytest.mark.parametrize("ahead", [0, 3])
 @pytest.mark.parametrize("members", [2, 3])

@@ -124,15 +124,22 @@ class LeasedSampler(Sampler[int]):
 
     def set_epoch(self, epoch: int, *, left: bool = False) -> None:
         """Let the next iteration be one of `epoch`. An epoch that the workers have used up gives nothing.
-        `left`: see `end_loop`."""
-        if epoch != self._epoch or self._whole:
-            self.end_loop(left=left)
-            if epoch == self._epoch and not self._whole:  # its rest comes first
-                return
-            if not self._whole:
-                # The script abandons the epoch, so its leases are of no use.
-                self.leave_leased()
-            self._begin(int(epoch))
+
+        A group's members decide alike, by `left` (see `end_loop`), whatever their loaders have fetched: of
+        the epoch whose loop was left nothing but the rest comes if it is set again, and if another one is
+        set, the group asks for no earlier epoch any more.
+        """
+        in_batches = self._batches is not None
+        if epoch == self._epoch and (not self._whole or (in_batches and left)):
+            self._begun = self._begun and not in_batches  # a loop under way goes on
+            return
+        self.end_loop(left=left)
+        if not self._whole:
+            # The script abandons the epoch, so its leases are of no use.
+            self.leave_leased()
+            if in_batches:
+                self._leasing.pending.clear()
+        self._begin(int(epoch))
 
     def end_loop(self, *, left: bool = False) -> None:
         """Queue again the positions that were given and not consumed. `left`: a DataLoader shows that the
@@ -155,7 +162,7 @@ class LeasedSampler(Sampler[int]):
             hand.seen += [run for run in rest if run[0] >= 0]
         else:
             self._leasing.turn_back(rest)
-            if in_batches and self._whole and rest:
+            if in_batches and self._whole:
                 self._whole, self._leasing.closed = False, True
         self.given = self._reported = 0
         self._taken.begin()
