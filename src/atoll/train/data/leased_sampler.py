@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import Sampler
 
 from atoll.core.errors import CheckpointError, RunError
+from atoll.store.ranges import Ranges
 from atoll.train.data.given import Given, GivenIndices
 from atoll.train.data.groupshares import GroupShares, MemberBatches
 from atoll.train.data.order import SampleOrder
@@ -25,7 +26,7 @@ GENERATION = 2**20  # added to the sampler's number at each load: the hub then b
 
 # Fills, of weight 0, are runs whose epoch is below 0 (`_filling`).
 Where: TypeAlias = tuple[int, list[int]]  # the epoch of the next samples; earlier epochs that may not be over
-Ranges: TypeAlias = dict[int, list[tuple[int, int]]]  # positions of epochs' whole orders
+ByEpoch: TypeAlias = dict[int, Ranges]  # positions of epochs' whole orders
 
 
 class Lessor(Protocol):
@@ -410,13 +411,13 @@ class Samples:
 
     def __init__(self, order: SampleOrder) -> None:
         self.order = order
-        self._done: Ranges = {}  # used before the load, by epoch
-        self._used: Ranges = {}  # used by this worker since, by epoch
+        self._done: ByEpoch = {}  # used before the load
+        self._used: ByEpoch = {}  # used by this worker since
         self._left: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
     def done(self, epoch: int) -> int:
         """Return the number of samples of an epoch that were used before the load."""
-        return sum(stop - start for start, stop in self._done.get(epoch, []))
+        return len(self._done.get(epoch, ()))
 
     def used(self, *, since_load: bool = True) -> list[list[int]]:
         """Return the runs used before the load, and with `since_load` those used since, as JSON values."""
@@ -433,7 +434,7 @@ class Samples:
         self.order.load(state)
         self._done, self._used = {}, {}
         for epoch, start, stop in done:
-            self._done.setdefault(epoch, []).append((start, stop))
+            self._done.setdefault(epoch, Ranges()).add(start, stop)
         self._left.clear()
 
     def keep(self, first: int, epochs: Collection[int]) -> None:
@@ -463,12 +464,12 @@ class Samples:
     def note_used(self, run: SampleRange) -> None:
         """Record that a leased run was used."""
         epoch, start, stop = run
-        places = self.left(epoch)[1]
-        found = [(epoch, start, stop)]
-        if places is not None:
-            found = [(epoch, place, place + 1) for place in places[start:stop].tolist()]
-        known = [(epoch, *part) for part in self._used.get(epoch, [])]
-        self._used[epoch] = [(a, b) for _, a, b in merged([*known, *found])]
+        places, used = self.left(epoch)[1], self._used.setdefault(epoch, Ranges())
+        if places is None:
+            used.add(start, stop)
+            return
+        for place in places[start:stop].tolist():
+            used.add(place, place + 1)
 
 
 class Leasing:
