@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 from atoll.core.config import Sync
@@ -105,6 +106,7 @@ class Crew:
             GroupShares(
                 self.rings[rank],
                 self.reports[rank] if self.by_speed else None,
+                whole=lambda: self.whole,
                 part_of=partial(self._part_of, rank),
                 workers=partial(self._heard_by, rank),
                 cap_of=lambda name: self.caps.get(name, 0),
@@ -120,7 +122,7 @@ class Crew:
             for rank in range(world)
         ]
         self.batches = [
-            LeasedBatches(sampler, lambda: 1, shares.batches, partial(self._was_left, rank))
+            LeasedBatches(sampler, lambda: 1, shares, partial(self._was_left, rank))
             for rank, (sampler, shares) in enumerate(zip(self.samplers, self.shares, strict=True))
         ]
         self.used: dict[int, Counter[int]] = {}
@@ -431,15 +433,17 @@ def test_a_data_loader_shows_that_its_loop_was_left(workers: tuple[int, int]) ->
     assert crew.used == {epoch: Counter(range(80)) for epoch in range(3)}
 
 
+@pytest.mark.parametrize("given_as", ["batch_sampler", "sampler"])
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_a_model_that_is_called_twice_for_a_batch_uses_it_once(ahead: int) -> None:
+def test_a_model_that_is_called_twice_for_a_batch_uses_it_once(ahead: int, given_as: str) -> None:
     """Whatever the size of a member's part; the second time its samples are of no further batch."""
-    crew, passes, data = Crew(80, 32, [0.01, 0.04], by_speed=False), Passes(), cast(Any, range(80))
+    more: dict[str, Any] = {"batch_size": None} if given_as == "sampler" else {}
+    crew, passes, data = Crew(80, 32, [0.01, 0.04], by_speed=False), Passes(), torch.arange(80)
     state = cast(Any, SimpleNamespace(restore_random_once=lambda: None))
     seen = [SampledBatches(state, passes, None) for _ in crew.each]
     try:
         loaders = [
-            DataLoader(data, batch_sampler=batches, num_workers=ahead * rank)
+            DataLoader(cast(Any, data), num_workers=ahead * rank, **{given_as: batches, **more})
             for rank, batches in enumerate(crew.batches)
         ]
         for both in zip(*loaders, strict=True):
@@ -457,6 +461,19 @@ def test_a_model_that_is_called_twice_for_a_batch_uses_it_once(ahead: int) -> No
     finally:
         passes.close()
     assert crew.used == {0: Counter(range(80))}
+
+
+def test_members_of_unlike_parts_tell_the_same_number_of_batches() -> None:
+    """Of ten samples for four workers two get three: the epoch has as many batches for these as for the
+    others. So it is for the members of a group of three of them."""
+    for members in (4, 3):
+        crew = Crew(251, 10, [0.01] * members, by_speed=False)
+        assert [len(batches) for batches in crew.batches] == [26] * members
+        loops = [crew.loader(rank, 0) for rank in range(members)]
+        steps = [crew.step(list(each)) for each in zip(*loops, strict=True)]
+        if members == 4:
+            assert len(steps) == 26
+        assert [len(batches) for batches in crew.batches] == [26] * members
 
 
 def test_batches_that_a_script_leaves_out_do_not_come_again() -> None:

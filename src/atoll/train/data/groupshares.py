@@ -119,6 +119,7 @@ class GroupShares:
 
     Attributes:
         batches: this member's batches.
+        whole: returns the samples of a batch in all groups.
         given, epoch: 0, since a choice of parts concerns what nobody has leased yet.
     """
 
@@ -130,6 +131,7 @@ class GroupShares:
         ring: Group,
         reports: ShareReports | None,
         *,
+        whole: Callable[[], int],
         part_of: Callable[[int], int],
         workers: Callable[[], int],
         cap_of: Callable[[int], int],
@@ -141,6 +143,7 @@ class GroupShares:
         Args:
             ring: the group's ring.
             reports: the members' reports on their speed; None: parts are even.
+            whole: returns the samples of a batch in all groups.
             part_of: returns the even part of the worker of this name.
             workers: returns the number of workers on which `part_of` depends.
             cap_of: returns the most samples of the worker of this name; 0: no limit.
@@ -149,7 +152,7 @@ class GroupShares:
         """
         self._ring, self._reports, self._least, self._fill = ring, reports, least, fill
         self._part_of, self._workers, self._cap_of = part_of, workers, cap_of
-        self.batches = MemberBatches()
+        self.batches, self.whole = MemberBatches(), whole
         self._generation = self._among = -1
         self._follow()
 

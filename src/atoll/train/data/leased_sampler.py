@@ -13,7 +13,7 @@ from torch.utils.data import Sampler
 from atoll.core.errors import CheckpointError, RunError
 from atoll.store.ranges import Ranges
 from atoll.train.data.given import Given, GivenIndices
-from atoll.train.data.groupshares import GroupShares, MemberBatches
+from atoll.train.data.groupshares import GroupShares
 from atoll.train.data.order import SampleOrder
 from atoll.train.data.runs import SampleRange, cut, joined, merged, positions, without
 from atoll.wire.messages import Cut, Leased, Used
@@ -177,8 +177,12 @@ class LeasedSampler(Sampler[int]):
     def __len__(self) -> int:
         """Return an even share, rounded up, of the epoch in progress, else of the next. A faster worker gets
         more."""
-        left = self._samples.order.length - self._samples.done(self._epoch + self._whole)
-        return -(-left // self._workers)
+        return -(-self.left // self._workers)
+
+    @property
+    def left(self) -> int:
+        """The samples of the epoch in progress, else of the next, that were not used before a load."""
+        return self._samples.order.length - self._samples.done(self._epoch + self._whole)
 
     def used(self) -> list[Used]:
         """Return the positions trained on since the last call. Call this once for each commit.
@@ -618,23 +622,24 @@ class LeasedBatches(Sampler[list[int]]):
         self,
         sampler: LeasedSampler,
         size: Callable[[], int],
-        batches: MemberBatches | None = None,
+        shares: GroupShares | None = None,
         was_left: Callable[[object], bool] = lambda _batches: False,
     ) -> None:
         """Make batches of the sampler's indices.
 
         Args:
             sampler: the sampler.
-            size: returns the size of the next batch, unless `batches` knows it.
-            batches: this worker's batches as a member of a group; None: workers are in no groups.
+            size: returns the size of the next batch, unless `shares` knows it.
+            shares: the parts in which the members of this worker's group take batches; None: workers are in
+                no groups.
             was_left: returns True if the latest loop over these batches was left before its end.
         """
-        self.sampler, self._size, self._batches, self._was_left = sampler, size, batches, was_left
+        self.sampler, self._size, self._shares, self._was_left = sampler, size, shares, was_left
 
     @property
     def knows_sizes(self) -> bool:
         """True if the sampler knows the size of each batch that was given, as a group's member does."""
-        return self._batches is not None
+        return self._shares is not None
 
     @property
     def epoch(self) -> int:
@@ -651,7 +656,7 @@ class LeasedBatches(Sampler[list[int]]):
 
     def _give(self, left: bool) -> Iterator[list[int]]:
         self.sampler.end_loop(left=left)
-        indices, batches = iter(self.sampler), self._batches
+        indices, batches = iter(self.sampler), None if self._shares is None else self._shares.batches
         for first in indices:  # only with it may more be leased, whose batches have known sizes
             size = batches.ahead.popleft() if batches is not None and batches.ahead else self._size()
             batch = [first, *islice(indices, size - 1)]
@@ -660,7 +665,10 @@ class LeasedBatches(Sampler[list[int]]):
             yield batch
 
     def __len__(self) -> int:
-        """Return an estimate of the number of batches, from the sampler's."""
+        """Return an estimate of the number of batches: for a group's members, who make equally many, as if
+        all groups made equally many too; else the worker's own."""
+        if self._shares is not None:
+            return -(-self.sampler.left // self._shares.whole())
         return -(-len(self.sampler) // self._size())
 
 

@@ -132,8 +132,9 @@ class Passes:
         if loader.batch_size is None and type(loader.batch_sampler) is BatchSampler:  # the script's own
             this.batch_size = loader.batch_sampler.batch_size
             samplers.append(loader.batch_sampler.sampler)
-        elif isinstance(loader.batch_sampler, LeasedBatches) and loader.batch_sampler.knows_sizes:
-            samplers.append(loader.batch_sampler.sampler)
+        samplers += [
+            each.sampler for each in samplers if isinstance(each, LeasedBatches) and each.knows_sizes
+        ]
         for sampler in samplers:
             with contextlib.suppress(TypeError):  # a list, say, which is no key
                 self._dealt[sampler] = this

@@ -135,6 +135,7 @@ class UnevenShares:
         return GroupShares(
             ring,
             reports,
+            whole=lambda: max(whole, members()),  # at least 1 for each
             part_of=lambda name: _part_of(whole, name, members()),
             workers=members,
             cap_of=(lambda _name: 0) if reports is None else partial(cap_of, self._sync),
@@ -393,9 +394,7 @@ class LeasedData:
         fill = partial(_fill_for, self._state)
         shares = None if self._in_group is None else self._in_group(whole, fill)
         leased = self._sampler(dataset, order, on_index, shares)
-        batches = None if shares is None else shares.batches
-        size = partial(self._size, whole)
-        return LeasedBatches(leased, size, batches, was_left)
+        return LeasedBatches(leased, partial(self._size, whole), shares, was_left)
 
     def _size(self, whole: int) -> int:
         return _part_of(whole, self._state.rank, self._members())
