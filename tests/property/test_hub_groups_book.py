@@ -209,7 +209,7 @@ class Hub:
             block=1 + what % 4 if in_group else 0,
             cut=CUTS[what % len(CUTS)],
         )
-        asked, before = LeaseRequest(at=self.now, rank=who, lease=lease), self.book.lease_changes
+        asked, before = LeaseRequest(at=self.now, rank=who, lease=lease), self.book.lease_changes()
         try:
             leased, _ = self.book.lease(asked)
             self.answers.append(unnumbered(leased))
@@ -217,9 +217,9 @@ class Hub:
                 self.given.append((leased.start, leased.stop))
         except UserError as error:
             self.answers.append(str(error))
-            assert self.book.lease_changes == before  # a refusal is not written down
-        if self.book.lease_changes != before:
-            self.records.append(asked)
+            assert self.book.lease_changes() == before  # a refusal is not written down
+        if recorded := self.book.recorded(asked, before):
+            self.records.append(recorded)
 
     def told(self, news: bool, who: int, what: int) -> None:
         keys = self.formation.contributors_of(who)[:1] if news else sorted(self.book.fences[GLOBAL])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from atoll.core.errors import UserError
 from atoll.groups.shares import cut_run
+from atoll.hub.book import _samples_of
 from atoll.store.blocks import MOST_BATCHES, MOST_BLOCKS, Blocks, BlockState, EpochBlocks
 from atoll.store.leases import Leases
 from atoll.wire.messages import MOST_CUT, Cut, Lease, Leased, Used
@@ -207,3 +209,28 @@ def test_members_hear_of_an_epoch_that_is_over_whether_others_hold_some_of_it() 
         assert ask(blocks, worker, 2, count=2, cut=cut).held  # all hear the same
         found = ask(blocks, worker, 3, count=2, cut=cut)
         assert (found.over, found.held) == (True, False)
+
+
+def test_a_journal_has_a_block_s_cut_once() -> None:
+    blocks = Blocks(Leases())
+    found = []
+    for block in (1, 2, 3):
+        for worker in MEMBERS:
+            before = blocks.cuts
+            ask(blocks, worker, block, count=2, cut=Cut({0: 20, 2: 10, 5: 10}))
+            found.append(blocks.cuts > before)
+    assert found == [True, False, False] * 3
+    ask(blocks, 0, 1, epoch=1)
+    assert blocks.cuts == 3
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_member_s_samples_of_a_block_are_counted_without_cutting_it(seed: int) -> None:
+    chance = random.Random(seed)
+    parts = {worker: chance.randint(0, 9) for worker in chance.sample(range(50), chance.randint(1, 6))}
+    cut, start = Cut(parts, chance.randint(0, 3)), chance.randint(0, 99)
+    leased = Leased(sampler=0, epoch=0, start=start, stop=start + chance.randint(0, 99), cut=cut)
+    batches = list(cut_run(leased.start, leased.stop, parts, cut.least))
+    for worker in parts:
+        own = [batch[worker] for batch in batches]
+        assert _samples_of(worker, leased) == sum(last - first for first, last in own)

@@ -60,12 +60,13 @@ class Blocks:
     Attributes:
         epochs: the blocks by contributor, sampler and epoch: all that a restart needs.
         changes: grows with each part that is given for the first time, which a journal has to know.
+        cuts: grows with each block that is cut: later requests for the block need no cut.
     """
 
     def __init__(self, leases: Leases) -> None:
         self._leases = leases
         self.epochs: dict[Key, dict[tuple[int, int], EpochBlocks]] = {}
-        self.changes = 0
+        self.changes = self.cuts = 0
 
     def handle_lease(self, key: Key, worker: int, members: Sequence[int], lease: Lease) -> Leased:
         """Return the part of `worker` in a block. If nothing can be leased now, the answer is empty and not
@@ -130,6 +131,7 @@ class Blocks:
         leased = self._leases.handle_lease(*key, whole)
         if leased.start == leased.stop and not leased.over and lease.patient:
             return None
+        self.cuts += cut is not None
         return BlockState(leased.start, leased.stop, sorted(members), leased.over, cut, leased.held)
 
 
