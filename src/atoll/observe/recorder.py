@@ -27,6 +27,7 @@ from atoll.core.events import (
     Joining,
     LinkSeen,
     Lost,
+    Regrouped,
     Saved,
     SharesChosen,
     Skipped,
@@ -343,6 +344,9 @@ class Recorder:
             for worker, part in event.parts.items():
                 each = self._totals.setdefault(worker, WorkerTotals(worker))
                 each.part, each.speed = part, event.speeds.get(worker, 0.0)
+        elif isinstance(event, Regrouped):  # its members' former groups are no more
+            there = set(event.workers)
+            self._parts = [each for each in self._parts if each.keys() == there or there.isdisjoint(each)]
         elif isinstance(event, LinkSeen):
             self.links.take(event)
         elif isinstance(event, Expected):

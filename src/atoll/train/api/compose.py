@@ -35,7 +35,7 @@ from atoll.train.api.place import Group, Place, Seat, is_first
 from atoll.train.api.records import Records
 from atoll.train.checkpoint.resume import TrainingState
 from atoll.train.data.groupshares import GroupShares
-from atoll.train.data.sharereports import ShareReports
+from atoll.train.data.sharereports import ShareReports, workers_in_words
 from atoll.train.data.sources import (
     DealtData,
     LeasedData,
@@ -75,7 +75,6 @@ from atoll.train.sync.uplink import UplinkChoice
 
 # A worker's membership in its run: with shards, in a ring at a hub, as a node's device; None: by torchrun, or
 # alone.
-_FEW = 16  # workers of a group that a line names one by one
 RunMembership: TypeAlias = Service | HubRing | NodeWorker | None
 
 
@@ -375,8 +374,7 @@ def _shares(
         parts = dict(zip(names(len(change.parts)), change.parts.tolist(), strict=True))
         speeds = dict(zip(parts, change.speeds.tolist(), strict=True))
         if of_group:
-            few = len(parts) <= _FEW
-            choice += f", for workers {', '.join(map(str, parts))}" if few else f", for {len(parts)} workers"
+            choice += f", for {workers_in_words(list(parts))}"
         records.emit(SharesChosen, what="shares", choice=choice, reason=reason, parts=parts, speeds=speeds)
 
     settle = None if device.type == "cpu" else lambda: torch.accelerator.current_stream(device).synchronize()

@@ -33,8 +33,8 @@ class GroupMember(Protocol):
     def name_of(self, rank: int) -> int: ...
 
 
-class Group(Protocol):
-    """The ring of the group (`train/group/rounds.py`: Ring)."""
+class MemberRing(Protocol):
+    """The ring of a group (`train/group/rounds.py`: Ring)."""
 
     @property
     def place(self) -> GroupMember: ...
@@ -128,7 +128,7 @@ class GroupShares:
 
     def __init__(
         self,
-        ring: Group,
+        ring: MemberRing,
         reports: ShareReports | None,
         *,
         whole: Callable[[], int],

@@ -17,7 +17,7 @@ from atoll.core.errors import UserError
 from atoll.groups.shares import Whole, are_held, even, scaled
 from atoll.train.checkpoint.resume import AnySampler, TrainingState
 from atoll.train.data.costs import Costs
-from atoll.train.data.groupshares import Group, GroupShares
+from atoll.train.data.groupshares import GroupShares, MemberRing
 from atoll.train.data.leased_sampler import LeasedBatches, LeasedSampler
 from atoll.train.data.peerssampler import PeerBatches
 from atoll.train.data.sampler import BatchesSampler, ShardedSampler
@@ -112,7 +112,7 @@ class UnevenShares:
         return ShareSchedule(first, world, least, forgotten, caps)
 
     def in_group(
-        self, ring: Group, members: Callable[[], int], least: Callable[[], int], whole: int, fill: Fill
+        self, ring: MemberRing, members: Callable[[], int], least: Callable[[], int], whole: int, fill: Fill
     ) -> GroupShares:
         """Return the parts in which the members of a group take their part of batches of `whole` samples,
         where each group leases data at its own pace.
