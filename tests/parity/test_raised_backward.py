@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,11 +22,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import atoll
 from atoll.core.config import Chunks, Config, Sync
+from atoll.train.sync.client import Outgoing, ServerClient
 from support.pool import JobFailedError, WorkerPool
-from support.runs import KINDS, model, run_at, run_with
+from support.runs import KINDS, alone, model, run_at, run_with
 
 MEANS = [kind for kind in KINDS if kind != "asp"]  # where all workers step with one mean
+AT_OWN_PACE = ("asp", "ssp", "ps-hra asp")  # where one contributor steps as plain PyTorch does
 FEW, MANY = 3, 5  # the samples of workers 1 and 0
+LOSS = 11  # behind the last layer: it raises before any gradient has come
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Case:
             `each` time that it is computed.
         earlier: True if gradients of another batch have come before, under no_sync.
         restarts: True if the script drops these, too, and begins the step anew.
-        at: the layer in whose backward it raises.
+        at: the layer in whose backward it raises; LOSS: in that of the loss.
         raising: the workers on which it raises.
         times: how often.
     """
@@ -53,6 +57,13 @@ class Case:
     at: int = 4
     raising: tuple[int, ...] = (1,)
     times: int = 1
+
+    def numbers(self, rank: int) -> list[int]:
+        """The numbers of the batches that a worker's gradients are of."""
+        numbers = [0] if self.earlier else []
+        if rank not in self.raising or self.then == "again":
+            return [*numbers, 1]
+        return [*numbers, 2] if self.then == "next" else numbers
 
 
 CASES = [
@@ -71,11 +82,24 @@ CASES = [
     *(
         Case(way, then, weight, earlier=True, restarts=restarts)
         for way, weight in (("whole", "output"), ("whole", "each"), ("parts", "each"))
-        for then, restarts in (("again", False), ("next", False), ("again", True))
-        if not (way == "parts" and restarts)
+        for then, restarts in (("again", False), ("next", False), ("nothing", False), ("again", True))
     ),
     Case(times=3), Case("parts", weight="each", times=3),
+    *(
+        Case(way, then, weight, at=at, times=times)
+        for way, weight in (("whole", "output"), ("whole", "each"), ("parts", "each"), ("parts", "once"),
+                            ("checkpoint", "each"))
+        for then in ("again", "next", "nothing")
+        for at, times in ((10, 1), (LOSS, 1), (LOSS, 2))
+        if not (weight == "once" and then == "next")
+    ),
+    *(
+        Case(way, weight="each", at=LOSS, earlier=True, restarts=restarts)
+        for way in ("whole", "parts")
+        for restarts in (False, True)
+    ),
 ]  # fmt: skip
+OF_ONE = list(dict.fromkeys(replace(case, raising=(0,)) for case in CASES))
 
 
 class RaisedError(Exception):
@@ -106,17 +130,20 @@ class Script:
             )
         if session is not None:
             session.prepare(self.net, self.optimizer)
-        self.samples = 0.0  # that count in the mean
+        self.samples = 0.0  # of the latest step, of all workers
+        self.consumed = 0.0
 
     def compute(self, batch: tuple[Tensor, Tensor], way: str) -> Tensor:
         x, y = batch
         if way == "parts":
             for part in self.net:
                 x = part(x)
-            return mse_loss(x, y)
-        if way == "checkpoint":
-            return mse_loss(checkpoint(self.net, x.clone().requires_grad_(), use_reentrant=True), y)
-        return mse_loss(self.net(x), y)
+        elif way == "checkpoint":
+            x = checkpoint(self.net, x.clone().requires_grad_(), use_reentrant=True)
+        else:
+            x = self.net(x)
+        loss = mse_loss(x, y)
+        return _Raises.apply(loss) if self.raises_at == LOSS else loss  # type: ignore[no-any-return]
 
     def weigh(self, samples: int) -> None:
         if self.session is not None:
@@ -172,14 +199,9 @@ class Script:
         sums = [torch.zeros_like(p) for p in self.net.parameters()]
         weights = 0
         for rank in range(self.world):
-            numbers = [0] if case.earlier else []
-            if rank not in case.raising or case.then == "again":
-                numbers.append(1)
-            elif case.then == "next":
-                numbers.append(2)
             own = 0
             mean = [torch.zeros_like(p) for p in self.net.parameters()]
-            for number in numbers:
+            for number in case.numbers(rank):
                 batch = batch_of(step, number, rank)
                 own += len(batch[0])
                 gradients = torch.autograd.grad(self.compute(batch, "whole"), list(self.net.parameters()))
@@ -187,8 +209,8 @@ class Script:
             sums = [a + own * b for a, b in zip(sums, mean, strict=True)]
             weights += own
         for parameter, total in zip(self.net.parameters(), sums, strict=True):
-            parameter.grad = total / weights
-        self.samples += weights
+            parameter.grad = total / weights if weights else None
+        self.samples = float(weights)
 
     def step(self, case: Case, number: int) -> dict[str, Any]:
         if self.session is None:
@@ -202,7 +224,8 @@ class Script:
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.session is not None:
-            self.samples = self.session._state.prepared[0].reducer.consumed
+            consumed = self.session._state.prepared[0].reducer.consumed
+            self.samples, self.consumed = consumed - self.consumed, consumed
         values = [p.detach().clone() for p in self.net.parameters()]
         return {"seen": seen, "values": values, "samples": self.samples}
 
@@ -225,7 +248,7 @@ def train(session: atoll.Session | None, cases: list[Case], world: int) -> list[
 
 def check(found: list[Any], right: list[dict[str, Any]], cases: list[Case]) -> None:
     wrong = list(differences(found, right, cases))
-    assert not wrong, wrong[0]
+    assert not wrong, "\n".join(wrong)
 
 
 def differences(found: list[Any], right: list[dict[str, Any]], cases: list[Case]) -> Iterator[str]:
@@ -247,14 +270,44 @@ def test_a_script_goes_on_as_in_plain_pytorch(pool: WorkerPool, kind: str) -> No
     check(run_at(pool, kind, train, CASES, 2), train(None, CASES, 2), CASES)
 
 
-def test_a_worker_at_its_own_pace_goes_on_as_in_plain_pytorch(pool: WorkerPool) -> None:
-    """Only forwards of the whole model show a backward there, before the step."""
-    cases = [
-        replace(case, raising=(0,))
-        for case in CASES
-        if case.then != "nothing" and (case.way in ("whole", "before") or case.weight == "once")
-    ]
-    check(run_at(pool, "asp", train, cases, 1, world=1), train(None, cases, 1), cases)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind == "asp" else pytest.mark.check) for kind in AT_OWN_PACE]
+)
+def test_a_worker_at_its_own_pace_goes_on_as_in_plain_pytorch(pool: WorkerPool, kind: str) -> None:
+    check(run_at(pool, kind, train, OF_ONE, 1, world=1), train(None, OF_ONE, 1), OF_ONE)
+
+
+@pytest.mark.parametrize("tiers", [False, pytest.param(True, marks=pytest.mark.check)])
+def test_a_worker_alone_goes_on_as_in_plain_pytorch(tiers: bool) -> None:
+    check([alone(train, OF_ONE, 1, tiers=tiers)], train(None, OF_ONE, 1), OF_ONE)
+
+
+def contributions(session: atoll.Session, cases: list[Case]) -> list[tuple[float, float]]:
+    """The weight and the samples of each of this worker's contributions, as the shards are told of them."""
+    script, sent = Script(session, session.world), list[tuple[float, float]]()
+    commit = ServerClient.commit
+
+    def noted(client: ServerClient, out: Outgoing, *arguments: Any) -> None:
+        sent.append((out.own.weight, out.own.samples))
+        commit(client, out, *arguments)
+
+    with patch.object(ServerClient, "commit", noted):
+        for number, case in enumerate(cases):
+            script.step(case, number)
+            session.barrier()
+    return sent
+
+
+@pytest.mark.parametrize("kind", ["asp", pytest.param("ssp", marks=pytest.mark.check)])
+def test_each_contribution_weighs_as_the_batches_in_it(pool: WorkerPool, kind: str) -> None:
+    """Where each worker contributes by itself, its weight is what others' are compared with."""
+    wrong = []
+    for rank, sent in enumerate(run_at(pool, kind, contributions, CASES, world=2)):
+        for case, told in zip(CASES, sent, strict=True):
+            expected = float(sum(len(batch_of(0, number, rank)[0]) for number in case.numbers(rank)))
+            if told != (expected, expected):
+                wrong.append(f"worker {rank} contributes {told} for {expected} in {case}")
+    assert not wrong, "\n".join(wrong)
 
 
 def of_a_sampler(

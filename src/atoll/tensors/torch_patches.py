@@ -18,6 +18,7 @@ from torch.nn.utils import clip_grad
 from torch.utils.data import DataLoader
 
 from atoll.core.scriptline import script_line
+from atoll.tensors.torch_compat import backward_under_way, is_within_backward
 from atoll.tensors.torch_parts import TorchParts
 
 _parts = TorchParts(__name__)
@@ -157,6 +158,57 @@ def _watched_write(*arguments: Any, **named: Any) -> Any:
     global _latest_clip
     _latest_clip = script_line()
     return _write(*arguments, **named)
+
+
+# Backwards
+
+
+class BackwardWatcher(Protocol):
+    """A listener to calls of backward. One that a function within a backward makes is a part of that one."""
+
+    def returned(self) -> None:
+        """Act after a backward that has ended."""
+
+    def raised(self) -> None:
+        """Act after a backward that has raised an error, which goes on to the script."""
+
+
+_backward_watchers: list[BackwardWatcher] = []
+_backward: Any = torch.autograd.backward
+
+
+def watch_backwards(watcher: BackwardWatcher) -> Callable[[], None]:
+    """Tell `watcher` of the ends of all backwards in this process, until the returned function is called.
+
+    Private: nothing; `torch.autograd.backward` is replaced, which `Tensor.backward` calls. A script that has
+    imported the function by name before calls the original. Public way: none to hear of an error in a
+    backward, which may raise before it reaches any hook.
+    """
+
+    def unwatch() -> None:
+        if watcher in _backward_watchers:
+            _backward_watchers.remove(watcher)
+        if not _backward_watchers and torch.autograd.backward is _watched_backward:
+            torch.autograd.backward = _backward
+
+    _backward_watchers.append(watcher)
+    if torch.autograd.backward is _backward:
+        torch.autograd.backward = _watched_backward
+    return unwatch
+
+
+@functools.wraps(_backward)
+def _watched_backward(*arguments: Any, **named: Any) -> None:
+    try:
+        _backward(*arguments, **named)
+    except BaseException:
+        if not is_within_backward():
+            for watcher in list(_backward_watchers):
+                watcher.raised()
+        raise
+    if backward_under_way() == -1:
+        for watcher in _backward_watchers:
+            watcher.returned()
 
 
 # DataLoader

@@ -77,9 +77,11 @@ class ForwardWatch:
 
     def _reached(self, seen: SeenSamples | None) -> None:
         model, acts_after = self._model, self._reducer.acts_after_backward
-        model.reached_in = model.begins() if acts_after else self._backward.number
         backward = backward_under_way()
-        self._reducer.reached(backward)
+        if not acts_after:
+            self._backward.reaches(backward)
+            self._reducer.reached(backward)
+        model.reached_in = model.begins()
         if seen is not None:
             batch = model.given.batches.count(seen)
             if batch.samples is not None:

@@ -293,7 +293,7 @@ class Prepared:
         late = optimizers if waits else ()
         names = {parameter: name for name, parameter in self.parameters.items()}
         self._late_steps = LateSteps(late, names, backward.step_waits)
-        backward.add(self.reducer, self._late_steps)
+        backward.add(self.reducer, self._late_steps, self.models)
         for of in self.sets:
             before_unscaling(of.optimizer, of.before_unscaling, of.has_batch)
         self._norms = lies.norms(self.norm)

@@ -145,6 +145,15 @@ class ScriptModel:
                 self.samples.missed()
         self._backward.arm()
 
+    @property
+    def awaits_backward(self) -> bool:
+        """True if a weight is given for a batch that no backward has computed (see `SampleCount`)."""
+        return self.samples.awaits_backward
+
+    def has_gradients(self) -> bool:
+        """True if a parameter has a gradient."""
+        return any(parameter.grad is not None for parameter in self.parameters.values())
+
     def begins(self) -> int:
         """Return the number of the backward under way, which is about to count samples of this model, or has
         left a gradient in it."""
@@ -155,8 +164,7 @@ class ScriptModel:
 
     def give_up(self, *, retried: bool) -> None:
         """Forget the samples of a backward that raised. `retried`: another one follows before the step."""
-        is_empty = all(parameter.grad is None for parameter in self.parameters.values())
-        self.samples.take_back(self._mark, is_empty=is_empty, retried=retried)
+        self.samples.take_back(self._mark, is_empty=not self.has_gradients(), retried=retried)
         if not is_within_backward():  # else gradients of the next backward come already
             self.has_new = self.has_new and any(each.has_values for each in self.sets)
 

@@ -199,6 +199,9 @@ class Reducer:
         """Note that backward number `backward` is about to count a batch. -1: a forward counts it, outside of
         any backward."""
 
+    def raised(self) -> None:
+        """Note that a backward has raised. `begin` follows, before more gradients come or are reduced."""
+
     def begins_backward(self) -> None:
         """Note that the first gradient of a backward has come."""
         self.drop_kept()

@@ -170,8 +170,8 @@ class SampleCount:
         if since is not None:
             if self._used:
                 self.reset()
-        elif is_empty and not retried:
-            self._given = None
+        elif not retried:
+            self._given = None if is_empty else self._before
         if is_empty:
             self._counted, self._basis, self._new, self._before = None, KNOWN, None, None
         self._anew = since is None
@@ -213,6 +213,11 @@ class SampleCount:
     def known(self) -> float | None:
         """The weight that was counted or given; None: neither."""
         return self._counted if self._given is None else self._given
+
+    @property
+    def awaits_backward(self) -> bool:
+        """True if a weight is given for a batch that no backward has computed."""
+        return self._since is not None or (self._anew and self._given is not None)
 
     @property
     def is_used(self) -> bool:

@@ -586,18 +586,6 @@ class ValuesExchange(Server):
         super().__init__(parts)
         self._pipelined = pipeline > 0
         self._weighed = ContributionWeight(0.0, 0.0)  # this iteration's contribution
-        # Only gradients show a backward whose forward was not called: see `_check_forward`.
-        watched = [parameter for bound in parts.chunks if parts.lazy for parameter in bound.parameters]
-        arm = parts.calls.arm
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(lambda _: arm())  # type: ignore[no-untyped-call]
-            for parameter in watched
-        ]
-
-    def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        super().close()
 
     def settle(self) -> None:
         """Wait for the exchange in flight. Its parameters are published later."""
