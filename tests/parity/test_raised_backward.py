@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -22,9 +23,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import atoll
 from atoll.core.config import Chunks, Config, Sync
+from atoll.train.api.place import Place
 from atoll.train.sync.client import Outgoing, ServerClient
 from support.pool import JobFailedError, WorkerPool
-from support.runs import KINDS, alone, model, run_at, run_with
+from support.runs import KINDS, alone, model, run_at, run_with, train_at
 
 MEANS = [kind for kind in KINDS if kind != "asp"]  # where all workers step with one mean
 AT_OWN_PACE = ("asp", "ssp", "ps-hra asp")  # where one contributor steps as plain PyTorch does
@@ -133,6 +135,11 @@ class Script:
         self.samples = 0.0  # of the latest step, of all workers
         self.consumed = 0.0
 
+    def run_samples(self) -> float:
+        """The samples of all workers that the run has consumed."""
+        assert self.session is not None
+        return self.session._state.prepared[0].reducer.consumed
+
     def compute(self, batch: tuple[Tensor, Tensor], way: str) -> Tensor:
         x, y = batch
         if way == "parts":
@@ -224,7 +231,7 @@ class Script:
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.session is not None:
-            consumed = self.session._state.prepared[0].reducer.consumed
+            consumed = self.run_samples()
             self.samples, self.consumed = consumed - self.consumed, consumed
         values = [p.detach().clone() for p in self.net.parameters()]
         return {"seen": seen, "values": values, "samples": self.samples}
@@ -314,24 +321,24 @@ def of_a_sampler(
     session: atoll.Session, makes_batches: bool, then: str
 ) -> tuple[list[float], dict[str, Any]]:
     """The samples of all workers after each step, and the place in the sampler. The backward of each third
-    batch raises first on worker 1, which computes the batch again, or goes on to the next one."""
+    batch raises first on the last worker, which computes the batch again, or goes on to the next one."""
     script = Script(session, session.world)
     data = TensorDataset(torch.randn(48, 32, dtype=torch.float64), torch.zeros(48, 4, dtype=torch.float64))
     sampler: Any = session.batches(data) if makes_batches else session.sampler(data)
     how = {"batch_sampler": sampler} if makes_batches else {"sampler": sampler, "batch_size": 4}
     consumed = []
     for number, (x, y) in enumerate(DataLoader(data, **how)):
-        if number % 3 == 1 and session.rank == 1:
+        if number % 3 == 1 and session.rank == session.world - 1:
             script.raise_in(Case(), (x, y))
             script.optimizer.zero_grad()
             if then == "nothing":
                 script.optimizer.step()
-                consumed.append(session._state.prepared[0].reducer.consumed)
+                consumed.append(script.run_samples())
                 continue
         script.compute((x, y), "whole").backward()
         script.optimizer.step()
         script.optimizer.zero_grad()
-        consumed.append(session._state.prepared[0].reducer.consumed)
+        consumed.append(script.run_samples())
     session.barrier()
     return consumed, sampler.place()
 
@@ -345,6 +352,42 @@ def test_a_sampler_s_batch_counts_once(pool: WorkerPool, makes_batches: bool, th
         late = 4 if then == "nothing" else 0
         assert consumed == [8.0 * (number + 1) - late * (number % 3 == 1) for number in range(6)]
         assert place["used"] == place["given"]
+
+
+@pytest.mark.parametrize("then", ["again", "nothing"])
+@pytest.mark.parametrize("makes_batches", [True, False])
+def test_a_sampler_s_batch_counts_once_on_a_worker_alone(makes_batches: bool, then: str) -> None:
+    config = Config(sync=Sync(global_batch=4))
+    consumed, place = train_at(config, Place(), of_a_sampler, (makes_batches, then))
+    late = 4 if then == "nothing" else 0
+    assert consumed == [4.0 * (number + 1) - late * (number % 3 == 1) for number in range(12)]
+    assert place["used"] == place["given"]
+
+
+def saved_between(session: atoll.Session, folder: str, kept: bool) -> list[float]:
+    """The samples consumed when the script saves between a backward that raised and the next one, and after
+    each step."""
+    script, consumed = Script(session, session.world), list[float]()
+    for number in range(4):
+        case, batch = Case(weight="each"), batch_of(number, 0, session.rank)
+        if number % 2:
+            if kept:
+                script.earlier(case, number, session.rank)
+            script.raise_in(case, batch)
+            script.optimizer.zero_grad()
+            session.save(f"{folder}/{number}")
+            consumed.append(script.run_samples())
+        script.weigh(len(batch[0]))
+        script.compute(batch, case.way).backward()
+        script.optimizer.step()
+        script.optimizer.zero_grad()
+        consumed.append(script.run_samples())
+    return consumed
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_save_counts_no_batch_that_raised(tmp_path: Path, kept: bool) -> None:
+    assert alone(saved_between, str(tmp_path), kept) == [5.0, 5.0, 10.0, 15.0, 15.0, 20.0]
 
 
 def after_messages(session: atoll.Session, way: str) -> None:
@@ -370,12 +413,13 @@ def test_a_backward_that_raised_after_messages_had_left_ends_the_run(pool: Worke
 
 
 def two_models(session: atoll.Session | None, world: int) -> list[list[Tensor]]:
-    """Two models step in turn; the first one's backward raises on worker 1 in each second step."""
+    """Two models step in turn; the first one's backward raises on the last worker in each second
+    step."""
     scripts = [Script(session, world), Script(session, world)]
     found = []
     for step in range(4):
         for number, script in enumerate(scripts):
-            case = Case(raising=(1,) if step % 2 and not number else ())
+            case = Case(raising=(world - 1,) if step % 2 and not number else ())
             script.step(case, 10 * step + number)
         found.append([p.detach().clone() for script in scripts for p in script.net.parameters()])
     if session is not None:
@@ -383,10 +427,12 @@ def two_models(session: atoll.Session | None, world: int) -> list[list[Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["ring", "server"])
+@pytest.mark.parametrize("kind", ["ring", "server", "asp", "alone"])
 def test_of_two_models_the_one_whose_backward_raised_goes_on(pool: WorkerPool, kind: str) -> None:
-    right = two_models(None, 2)
-    for worker in run_at(pool, kind, two_models, 2):
+    world = 2 if kind in ("ring", "server") else 1
+    right = two_models(None, world)
+    found = [alone(two_models, 1)] if kind == "alone" else run_at(pool, kind, two_models, world, world=world)
+    for worker in found:
         for step, (got, expected) in enumerate(zip(worker, right, strict=True)):
             for mine, its in zip(got, expected, strict=True):
                 assert torch.allclose(mine, its, rtol=1e-9, atol=1e-12), step

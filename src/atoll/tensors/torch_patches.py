@@ -10,7 +10,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
-from weakref import WeakMethod
+from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
@@ -173,25 +173,26 @@ class BackwardWatcher(Protocol):
         """Act after a backward that has raised an error, which goes on to the script."""
 
 
-_backward_watchers: list[BackwardWatcher] = []
+_backward_watchers: list[ref[BackwardWatcher]] = []
 _backward: Any = torch.autograd.backward
 
 
 def watch_backwards(watcher: BackwardWatcher) -> Callable[[], None]:
     """Tell `watcher` of the ends of all backwards in this process, until the returned function is called.
 
-    Private: nothing; `torch.autograd.backward` is replaced, which `Tensor.backward` calls. A script that has
+    `watcher` is held weakly. Private: nothing; `torch.autograd.backward` is replaced, which `Tensor.backward` calls. A script that has
     imported the function by name before calls the original. Public way: none to hear of an error in a
     backward, which may raise before it reaches any hook.
     """
 
-    def unwatch() -> None:
-        if watcher in _backward_watchers:
-            _backward_watchers.remove(watcher)
+    def unwatch(_gone: object = None) -> None:
+        if held in _backward_watchers:
+            _backward_watchers.remove(held)
         if not _backward_watchers and torch.autograd.backward is _watched_backward:
             torch.autograd.backward = _backward
 
-    _backward_watchers.append(watcher)
+    held = ref(watcher, unwatch)
+    _backward_watchers.append(held)
     if torch.autograd.backward is _backward:
         torch.autograd.backward = _watched_backward
     return unwatch
@@ -203,12 +204,16 @@ def _watched_backward(*arguments: Any, **named: Any) -> None:
         _backward(*arguments, **named)
     except BaseException:
         if not is_within_backward():
-            for watcher in list(_backward_watchers):
-                watcher.raised()
+            for held in list(_backward_watchers):
+                watcher = held()
+                if watcher is not None:
+                    watcher.raised()
         raise
     if backward_under_way() == -1:
-        for watcher in _backward_watchers:
-            watcher.returned()
+        for held in _backward_watchers:
+            watcher = held()
+            if watcher is not None:
+                watcher.returned()
 
 
 # DataLoader

@@ -78,10 +78,12 @@ class ForwardWatch:
     def _reached(self, seen: SeenSamples | None) -> None:
         model, acts_after = self._model, self._reducer.acts_after_backward
         backward = backward_under_way()
-        if not acts_after:
-            self._backward.reaches(backward)
-            self._reducer.reached(backward)
-        model.reached_in = model.begins()
+        if acts_after:
+            model.reached_in = model.begins()
+        else:
+            number = self._backward.begins_alone(model, backward)
+            self._reducer.reached(backward)  # counts the backward before
+            model.begins_as(number)
         if seen is not None:
             batch = model.given.batches.count(seen)
             if batch.samples is not None:

@@ -158,9 +158,13 @@ class ScriptModel:
         """Return the number of the backward under way, which is about to count samples of this model, or has
         left a gradient in it."""
         number = self._backward.begins(self)
+        self.begins_as(number)
+        return number
+
+    def begins_as(self, number: int) -> None:
+        """Remember what is counted before the backward of this number."""
         if self._began_in != number:
             self._began_in, self._mark = number, self.samples.begins()
-        return number
 
     def give_up(self, *, retried: bool) -> None:
         """Forget the samples of a backward that raised. `retried`: another one follows before the step."""

@@ -63,7 +63,7 @@ class BackwardEnd:
         self._armed = False
         self._reached: list[CountedModel] = []  # the models that the backward under way has reached
         self._is_alone = False  # True if nothing waits for the ends of backwards
-        self._alone_in = -1  # autograd's number of the latest backward that `reaches` was told of
+        self._alone_in = -1  # autograd's number of the latest backward in `begins_alone`
         self._any_returned = False  # True if a backward has ended since the script gave a weight
         # What backwards call at their ends: the armed one, and one in which steps wait. Autograd alone holds
         # it, and drops it if the backward raises:
@@ -95,11 +95,10 @@ class BackwardEnd:
                 self._reached.remove(model)
         self._reducers.remove(reducer)
 
-    def reaches(self, backward: int) -> None:
-        """Note that a backward reaches a model on a worker alone, where nothing waits for a backward's end.
+    def begins_alone(self, model: CountedModel, backward: int) -> int:
+        """Act as `begins`, on a worker alone, where nothing waits for a backward's end.
 
-        `backward` is autograd's number of it; -1: a forward counts its batch, outside of any. A backward that
-        raised before is given up first.
+        `backward` is autograd's number of it; -1: a forward counts its batch, outside of any.
         """
         if self._armed:
             self._give_up()
@@ -107,6 +106,9 @@ class BackwardEnd:
             self._alone_in = backward
             self._reached.clear()  # they were of a backward that has ended, called past `watch_backwards`
             self.number += 1
+        if model not in self._reached:
+            self._reached.append(model)
+        return self.number
 
     def returned(self) -> None:
         """Note that a backward has ended, of whichever model."""

@@ -134,16 +134,8 @@ class SampleCount:
 
     def mark(self) -> SampleMark:
         """Return a mark of what is counted and given by now, for `back_to` and `since`."""
-        return SampleMark(
-            self._counted,
-            self._given,
-            self._new,
-            self._basis,
-            self._used,
-            self.latest,
-            self._gives,
-            self._before,
-        )
+        counted, given, new, basis = self._counted, self._given, self._new, self._basis
+        return SampleMark(counted, given, new, basis, self._used, self.latest, self._gives, self._before)
 
     def begins(self) -> SampleMark:
         """Return a mark for `take_back`: a backward begins."""

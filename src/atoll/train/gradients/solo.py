@@ -54,8 +54,10 @@ class SoloReducer(Reducer):
         self.consumed += self._calls.committed(own, own.samples)
 
     def before_step(self, follows: bool = False) -> None:
-        if not follows and (self.phase.unsent or not self.phase.reduced):
-            self._calls.reduce(self)
+        if self._raised and not follows:
+            self._calls.reduce(self)  # gives that backward up first
+        elif not follows and (self.phase.unsent or not self.phase.reduced):
+            self.reduce()
 
     def after_step(self) -> None:
         self.phase.reduced = False
