@@ -621,8 +621,10 @@ class ValuesExchange(Server):
             self.connection.members.told(self._client.counted)
         own = self._weighed.of(turn.optimizer)
         own = own if accepted else ContributionWeight(0.0, own.samples)
-        if turn.follows:
-            own = msgspec.structs.replace(own, samples=0.0)  # they are counted already
+        # Those of all models count with the first step of their gradients.
+        samples = 0.0 if turn.follows else self._weighed.samples
+        if own.samples != samples:
+            own = msgspec.structs.replace(own, samples=samples)
         how = {"hyperparameters": hyperparameters, "optimizer": turn.optimizer, "of": turn.chunks}
         with self.parameters.stepping(turn.chunks):
             if self._pipelined:
