@@ -32,6 +32,7 @@ MEANS = [kind for kind in KINDS if kind != "asp"]  # where all workers step with
 AT_OWN_PACE = ("asp", "ssp", "ps-hra asp")  # where one contributor steps as plain PyTorch does
 FEW, MANY = 3, 5  # the samples of workers 1 and 0
 LOSS = 11  # behind the last layer: it raises before any gradient has come
+FORWARD = -2
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class Case:
             `each` time that it is computed.
         earlier: True if gradients of another batch have come before, under no_sync.
         restarts: True if the script drops these, too, and begins the step anew.
-        at: the layer in whose backward it raises; LOSS: in that of the loss.
+        at: the layer in whose backward it raises; LOSS: in that of the loss; FORWARD: in the last layer's
+            forward.
         raising: the workers on which it raises.
         times: how often.
     """
@@ -100,6 +102,14 @@ CASES = [
         for way in ("whole", "parts")
         for restarts in (False, True)
     ),
+    *(
+        Case("whole", then, weight, at=FORWARD, earlier=earlier, times=times)
+        for then in ("again", "next", "nothing")
+        for weight in ("output", "once", "each")
+        for earlier in (False, True)
+        for times in (1, 2)
+        if not (weight == "once" and (then == "next" or earlier))
+    ),
 ]  # fmt: skip
 OF_ONE = list(dict.fromkeys(replace(case, raising=(0,)) for case in CASES))
 
@@ -130,10 +140,15 @@ class Script:
             part.register_forward_hook(
                 lambda _m, _i, out, at=index: _Raises.apply(out) if at == self.raises_at else None
             )
+        self.net[10].register_forward_hook(self.in_forward)
         if session is not None:
             session.prepare(self.net, self.optimizer)
         self.samples = 0.0  # of the latest step, of all workers
         self.consumed = 0.0
+
+    def in_forward(self, *_: Any) -> None:
+        if self.raises_at == FORWARD:
+            raise RaisedError
 
     def run_samples(self) -> float:
         """The samples of all workers that the run has consumed."""
@@ -196,9 +211,8 @@ class Script:
         if case.weight == "each":
             self.weigh(len(batch[0]))
         self.raises_at = case.at
-        loss = self.compute(batch, case.way)
         with pytest.raises(RaisedError):
-            loss.backward()
+            self.compute(batch, case.way).backward()
         self.raises_at = -1
 
     def plain_step(self, case: Case, step: int) -> None:

@@ -185,3 +185,30 @@ def test_counts_go_back_to_a_mark_and_tell_what_came_since() -> None:
     count.count(4)
     assert count.since(used) == 4
     assert SampleCount().since(SampleCount().mark()) is None
+
+
+def test_a_weight_given_anew_after_a_forward_that_raised_replaces_its_own_alone() -> None:
+    """Two forwards have one backward: the first one's weight stays when the second one raises."""
+    count = SampleCount()
+    count.give(5.0, forwards=0)
+    count.give(3.0, forwards=1)
+    for _ in range(2):
+        count.forward_raised()
+        mark = count.begins()
+        count.take_back(mark, is_empty=True, retried=True)
+        count.give(3.0, forwards=1)
+        assert count.known == 8.0
+
+
+def test_a_weight_given_once_holds_for_the_batch_that_is_computed_again() -> None:
+    count = SampleCount()
+    for _ in range(2):
+        if count.known is None:
+            count.give(5.0)
+        assert count.awaits_backward
+        mark = count.begins()
+        count.take_back(mark, is_empty=True, retried=True)
+    assert count.known == 5.0
+    mark = count.begins()
+    count.take_back(mark, is_empty=True, retried=False)
+    assert count.known is None

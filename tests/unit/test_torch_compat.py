@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import copy
+import gc
 import importlib.util
 import inspect
 import re
@@ -811,3 +813,59 @@ def test_loops_over_a_loader(workers: int) -> None:
     for _batch in loader:
         pass
     assert heard == ["began", "gave", "gave", "ended"] * 2
+
+
+class _BackwardWithin(torch.autograd.Function):
+    """Makes a backward within its backward, and goes on if that raises."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad(), contextlib.suppress(RuntimeError):
+            _Raising.apply(torch.ones(2, requires_grad=True)).sum().backward()
+        return gradients[0]
+
+
+class _Raising(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, *_gradients: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no memory")
+
+
+class _BackwardsHeard:
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def returned(self) -> None:
+        self.heard.append("returned")
+
+    def raised(self) -> None:
+        self.heard.append("raised")
+
+
+def test_the_ends_of_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patches, "_backward_watchers", [])
+    monkeypatch.setattr(torch.autograd, "backward", patches._backward)
+    x = torch.ones(2, requires_grad=True)
+    watcher, other = _BackwardsHeard(), _BackwardsHeard()
+    unwatch = patches.watch_backwards(watcher)
+    patches.watch_backwards(other)
+    x.sum().backward()
+    with pytest.raises(RuntimeError, match="no memory"):
+        _Raising.apply(x).sum().backward()
+    _BackwardWithin.apply(x).sum().backward()
+    assert watcher.heard == other.heard == ["returned", "raised", "returned"]
+    unwatch()
+    x.sum().backward()
+    assert len(watcher.heard) == 3
+    assert len(other.heard) == 4
+    del other  # it is held weakly
+    gc.collect()
+    assert torch.autograd.backward is patches._backward

@@ -180,9 +180,9 @@ _backward: Any = torch.autograd.backward
 def watch_backwards(watcher: BackwardWatcher) -> Callable[[], None]:
     """Tell `watcher` of the ends of all backwards in this process, until the returned function is called.
 
-    `watcher` is held weakly. Private: nothing; `torch.autograd.backward` is replaced, which `Tensor.backward` calls. A script that has
-    imported the function by name before calls the original. Public way: none to hear of an error in a
-    backward, which may raise before it reaches any hook.
+    `watcher` is held weakly. Private: nothing; `torch.autograd.backward` is replaced, which `Tensor.backward`
+    calls. A script that has imported the function by name before calls the original. Public way: none to hear
+    of an error in a backward, which may raise before it reaches any hook.
     """
 
     def unwatch(_gone: object = None) -> None:

@@ -58,7 +58,9 @@ class ForwardWatch:
             self._before_use.append(given.register_forward_pre_hook(use))
         if reducer.acts_before_state_dict:
             self._before_use.append(model.module.register_state_dict_pre_hook(use))  # type: ignore[no-untyped-call]
-        self._hooks = ForwardHooks(given, before=self._before, accumulates=accumulates, reached=self._reached)
+        self._hooks = ForwardHooks(
+            given, before=self._before, accumulates=accumulates, reached=self._reached, tells=model
+        )
 
     def close(self) -> None:
         """Take the hooks off the model."""

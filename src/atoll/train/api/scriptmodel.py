@@ -92,6 +92,7 @@ class ScriptModel:
         unstepped: True between a reduction and this model's next step.
         has_new: True if gradients of it have come that no reduction has seen.
         reached_in: the latest backward that reached one of its forwards.
+        forwards: the number of its forwards that have ended.
     """
 
     def __init__(self, given: Given, more: MoreData, backward: BackwardEnd) -> None:
@@ -102,6 +103,7 @@ class ScriptModel:
         self.steps_made = 0
         self.has_new = False
         self.unstepped = False
+        self.forwards = 0
         # The latest backward that reached a forward, and the latest that left gradients:
         self.reached_in = self._came_in = -1
         self._began_in, self._mark = -1, self.samples.mark()  # the latest backward of either, and its start
@@ -165,6 +167,12 @@ class ScriptModel:
         """Remember what is counted before the backward of this number."""
         if self._began_in != number:
             self._began_in, self._mark = number, self.samples.begins()
+
+    def forward_raised(self) -> None:
+        """Treat a forward that raised like a backward that did so before it reached the model."""
+        if self.samples.awaits_backward:
+            self.samples.forward_raised()
+            self._backward.raised()
 
     def give_up(self, *, retried: bool) -> None:
         """Forget the samples of a backward that raised. `retried`: another one follows before the step."""

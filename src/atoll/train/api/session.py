@@ -380,7 +380,7 @@ class Session:
         found = self._models.find(model)
         self._backward.gives_weight(found)
         self._models.of(found).reducer.count_before()
-        found.samples.give(float(samples))
+        found.samples.give(float(samples), found.forwards)
 
     def sampler(
         self, dataset: Sized, seed: int = 0, *, shuffle: bool = True, drop_last: bool = False
