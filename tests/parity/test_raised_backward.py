@@ -413,13 +413,15 @@ def after_messages(session: atoll.Session, way: str) -> None:
         if step == 3:
             script.raise_in(case, batch)
             script.optimizer.zero_grad()
+            if way == "weight":
+                script.weigh(len(batch[0]))
         if step < 3 or way != "step":
             script.compute(batch, case.way).backward()
         script.optimizer.step()
         script.optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("way", ["whole", "parts", "step"])
+@pytest.mark.parametrize("way", ["whole", "parts", "step", "weight"])
 def test_a_backward_that_raised_after_messages_had_left_ends_the_run(pool: WorkerPool, way: str) -> None:
     config = Config(chunks=Chunks(size="2KiB"), sync=Sync(timeout="60s"))
     with pytest.raises(JobFailedError, match=r"iteration 3: a backward raised after \d+ of \d+ messages had"):

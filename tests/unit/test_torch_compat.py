@@ -868,4 +868,5 @@ def test_the_ends_of_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(other.heard) == 4
     del other  # it is held weakly
     gc.collect()
+    patches.watch_backwards(watcher)()
     assert torch.autograd.backward is patches._backward

@@ -185,13 +185,15 @@ def watch_backwards(watcher: BackwardWatcher) -> Callable[[], None]:
     of an error in a backward, which may raise before it reaches any hook.
     """
 
-    def unwatch(_gone: object = None) -> None:
+    held = ref(watcher)
+
+    def unwatch() -> None:
         if held in _backward_watchers:
             _backward_watchers.remove(held)
         if not _backward_watchers and torch.autograd.backward is _watched_backward:
             torch.autograd.backward = _backward
 
-    held = ref(watcher, unwatch)
+    _backward_watchers[:] = [each for each in _backward_watchers if each() is not None]
     _backward_watchers.append(held)
     if torch.autograd.backward is _backward:
         torch.autograd.backward = _watched_backward

@@ -379,7 +379,6 @@ class Session:
             raise UserError(f"session.weight({samples}): a weight is a number of at least 0")
         found = self._models.find(model)
         self._backward.gives_weight(found)
-        self._models.of(found).reducer.count_before()
         found.samples.give(float(samples), found.forwards)
 
     def sampler(

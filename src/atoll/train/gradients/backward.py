@@ -10,6 +10,7 @@ from functools import partial
 from typing import Protocol
 from weakref import ref
 
+from atoll.core.errors import RunError
 from atoll.core.scriptline import waiting_line
 from atoll.core.stands import Stand, gradients
 from atoll.tensors.torch_compat import at_end_of_backward, is_within_backward
@@ -127,7 +128,10 @@ class BackwardEnd:
         if self._armed and self._armed_end() is not None:
             return  # it is another thread's
         if self._armed and self._armed_end is _no_end:
-            self._give_up()
+            try:
+                self._give_up()
+            except RunError:
+                return  # the script's own error comes first; its next act raises this one
         armed, self._armed = self._armed, False
         if not armed and not self._reached:
             self.number += 1
@@ -144,18 +148,18 @@ class BackwardEnd:
 
         A backward that raised is given up first. Raises RunError if messages had already left.
         """
+        if is_within_backward():
+            return
         if self._armed and self._armed_end() is None:
             self._give_up()
         elif self._any_returned and model.awaits_backward and model.has_gradients():
-            self._ended_unseen(model)
+            # A backward of the model in parts, on a worker alone, where no hook sees it:
+            self.number += 1
+            model.begins()
+            self._reached.clear()
+            self.number += 1
         self._any_returned = False
-
-    def _ended_unseen(self, model: CountedModel) -> None:
-        """Note a backward of a model that was called in parts, on a worker alone: no hook has seen it."""
-        self.number += 1
-        model.begins()
-        self._reached.clear()
-        self.number += 1
+        next(reducer for reducer, models in self._models.items() if model in models).count_before()
 
     def begins(self, model: CountedModel) -> int:
         """Return the number of the backward under way, which reaches `model`, or leaves a gradient in it.
