@@ -16,17 +16,21 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from msgspec.structs import replace as replace_in
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import atoll
-from atoll.core.config import Chunks, Config, Sync
+from atoll.core.config import Chunks, Config, Groups, Sync
+from atoll.groups.chooser import Score
+from atoll.hub.planner import GroupingSettings
 from atoll.train.api.place import Place
 from atoll.train.sync.client import Outgoing, ServerClient
+from support.parity import ALONE, await_groups
 from support.pool import JobFailedError, WorkerPool
-from support.runs import KINDS, alone, model, run_at, run_with, train_at
+from support.runs import KINDS, PACES, alone, model, run_at, run_with, train_at
 
 MEANS = [kind for kind in KINDS if kind != "asp"]  # where all workers step with one mean
 AT_OWN_PACE = ("asp", "ssp", "ps-hra asp")  # where one contributor steps as plain PyTorch does
@@ -303,13 +307,16 @@ def test_a_worker_alone_goes_on_as_in_plain_pytorch(tiers: bool) -> None:
     check([alone(train, OF_ONE, 1, tiers=tiers)], train(None, OF_ONE, 1), OF_ONE)
 
 
-def contributions(session: atoll.Session, cases: list[Case]) -> list[tuple[float, float]]:
-    """The weight and the samples of each of this worker's contributions, as the shards are told of them."""
-    script, sent = Script(session, session.world), list[tuple[float, float]]()
+def contributions(
+    session: atoll.Session, cases: list[Case], script: Script | None = None
+) -> dict[int, tuple[float, float]]:
+    """By iteration the weight and the samples of this worker's contributions, as the shards are told of
+    them."""
+    script, sent = script or Script(session, session.world), dict[int, tuple[float, float]]()
     commit = ServerClient.commit
 
     def noted(client: ServerClient, out: Outgoing, *arguments: Any) -> None:
-        sent.append((out.own.weight, out.own.samples))
+        sent[out.iteration] = out.own.weight, out.own.samples
         commit(client, out, *arguments)
 
     with patch.object(ServerClient, "commit", noted):
@@ -319,12 +326,43 @@ def contributions(session: atoll.Session, cases: list[Case]) -> list[tuple[float
     return sent
 
 
-@pytest.mark.parametrize("kind", ["asp", pytest.param("ssp", marks=pytest.mark.check)])
+def of_group(session: atoll.Session, cases: list[Case]) -> dict[int, tuple[float, float]]:
+    """What `contributions` returns, once the workers are one group."""
+    script = Script(session, session.world)
+    for step in range(ALONE + 1):
+        await_groups(session, step)
+        script.step(Case(raising=()), step)
+    return contributions(session, cases, script)
+
+
+@pytest.mark.check
+def test_a_group_s_contribution_weighs_as_the_batches_in_it(pool: WorkerPool) -> None:
+    settings = GroupingSettings(
+        1,
+        by="joint",
+        consistency="asp",
+        regroup=False,
+        score_for=lambda _known: lambda grouping: Score(2.0 if len(grouping.groups) == 1 else 1.0),
+    )
+    config = replace_in(PACES["ps-hra asp"], groups=Groups(probe=ALONE - 1))
+    found = run_with(pool, config, of_group, CASES, world=2, shards=1, grouping=settings)
+    sent = dict(sorted((found[0] | found[1]).items())).values()  # they take turns to talk to the shards
+    wrong = []
+    for case, told in zip(CASES, sent, strict=True):
+        expected = float(sum(len(batch_of(0, n, rank)[0]) for rank in (0, 1) for n in case.numbers(rank)))
+        if told != (expected, expected):
+            wrong.append(f"the group contributes {told} for {expected} in {case}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "kind", ["asp", *(pytest.param(kind, marks=pytest.mark.check) for kind in ("ssp", "ps-hra asp"))]
+)
 def test_each_contribution_weighs_as_the_batches_in_it(pool: WorkerPool, kind: str) -> None:
     """Where each worker contributes by itself, its weight is what others' are compared with."""
     wrong = []
     for rank, sent in enumerate(run_at(pool, kind, contributions, CASES, world=2)):
-        for case, told in zip(CASES, sent, strict=True):
+        for case, told in zip(CASES, sent.values(), strict=True):
             expected = float(sum(len(batch_of(0, number, rank)[0]) for number in case.numbers(rank)))
             if told != (expected, expected):
                 wrong.append(f"worker {rank} contributes {told} for {expected} in {case}")
