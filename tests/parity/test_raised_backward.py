@@ -102,9 +102,11 @@ CASES = [
         if not (weight == "once" and then == "next")
     ),
     *(
-        Case(way, weight="each", at=LOSS, earlier=True, restarts=restarts)
-        for way in ("whole", "parts")
+        Case(way, weight=weight, at=at, earlier=True, restarts=restarts, times=times)
+        for way, weight, at in (("whole", "each", LOSS), ("parts", "each", LOSS), ("whole", "output", LOSS),
+                                ("whole", "each", FORWARD), ("whole", "output", FORWARD))
         for restarts in (False, True)
+        for times in ((1,) if restarts or way == "parts" else (1, 2))
     ),
     *(
         Case("whole", then, weight, at=FORWARD, earlier=earlier, times=times)

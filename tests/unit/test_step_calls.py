@@ -55,6 +55,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the session keeps its records; no step is so late that its records are told."""
     # Sessions that other tests have not left would still hear of each zero_grad and backward.
     monkeypatch.setattr(torch_patches, "_backward_watchers", [])
+    monkeypatch.setattr(torch_patches, "_watched_backward", None)
     monkeypatch.setattr(torch_patches, "_told_of_zeros", [])
     monkeypatch.setattr(torch.optim.Optimizer, "zero_grad", torch_patches._zero_of_optimizer)
     monkeypatch.setattr(nn.Module, "zero_grad", torch_patches._zero_of_module)

@@ -18,6 +18,7 @@ from torch.nn.utils import clip_grad
 from torch.utils.data import DataLoader
 
 from atoll.core.scriptline import script_line
+from atoll.tensors.backwardgraph import BackwardGraph
 from atoll.tensors.torch_compat import backward_under_way, is_within_backward
 from atoll.tensors.torch_parts import TorchParts
 
@@ -169,53 +170,64 @@ class BackwardWatcher(Protocol):
     def returned(self) -> None:
         """Act after a backward that has ended."""
 
-    def raised(self) -> None:
-        """Act after a backward that has raised an error, which goes on to the script."""
+    def raised(self, graph: BackwardGraph) -> None:
+        """Act after a backward of `graph` that has raised an error, which goes on to the script."""
 
 
 _backward_watchers: list[ref[BackwardWatcher]] = []
-_backward: Any = torch.autograd.backward
+_watched_backward: Any = None  # the function that tells them; None while nobody listens
+_found_backward: Any = None  # the one in whose place it stands
 
 
 def watch_backwards(watcher: BackwardWatcher) -> Callable[[], None]:
     """Tell `watcher` of the ends of all backwards in this process, until the returned function is called.
 
     `watcher` is held weakly. Private: nothing; `torch.autograd.backward` is replaced, which `Tensor.backward`
-    calls. A script that has imported the function by name before calls the original. Public way: none to hear
-    of an error in a backward, which may raise before it reaches any hook.
+    calls, around whatever it is by then. A script that has imported the function by name before calls the
+    original. Public way: none to hear of an error in a backward, which may raise before it reaches any hook.
     """
-
+    global _watched_backward, _found_backward
     held = ref(watcher)
-
-    def unwatch() -> None:
-        if held in _backward_watchers:
-            _backward_watchers.remove(held)
-        if not _backward_watchers and torch.autograd.backward is _watched_backward:
-            torch.autograd.backward = _backward
-
     _backward_watchers[:] = [each for each in _backward_watchers if each() is not None]
     _backward_watchers.append(held)
-    if torch.autograd.backward is _backward:
-        torch.autograd.backward = _watched_backward
-    return unwatch
+    if _watched_backward is None:
+        _found_backward = torch.autograd.backward
+        _watched_backward = torch.autograd.backward = _telling(_found_backward)
+    return functools.partial(_unwatch_backwards, held)
 
 
-@functools.wraps(_backward)
-def _watched_backward(*arguments: Any, **named: Any) -> None:
-    try:
-        _backward(*arguments, **named)
-    except BaseException:
-        if not is_within_backward():
-            for held in list(_backward_watchers):
+def _unwatch_backwards(held: ref[BackwardWatcher]) -> None:
+    global _watched_backward, _found_backward
+    if held in _backward_watchers:
+        _backward_watchers.remove(held)
+    if not _backward_watchers:
+        if torch.autograd.backward is _watched_backward:
+            torch.autograd.backward = _found_backward
+        _watched_backward = _found_backward = None
+
+
+def _telling(backward: Any) -> Any:
+    """Return a function that calls `backward`, and tells of its end while it is the one that does."""
+
+    @functools.wraps(backward)
+    def watched(*arguments: Any, **named: Any) -> None:
+        try:
+            backward(*arguments, **named)
+        except BaseException:
+            if watched is _watched_backward and not is_within_backward():
+                graph = BackwardGraph(arguments[0] if arguments else named.get("tensors"))
+                for held in list(_backward_watchers):
+                    watcher = held()
+                    if watcher is not None:
+                        watcher.raised(graph)
+            raise
+        if watched is _watched_backward and backward_under_way() == -1:
+            for held in _backward_watchers:
                 watcher = held()
                 if watcher is not None:
-                    watcher.raised()
-        raise
-    if backward_under_way() == -1:
-        for held in _backward_watchers:
-            watcher = held()
-            if watcher is not None:
-                watcher.returned()
+                    watcher.returned()
+
+    return watched
 
 
 # DataLoader

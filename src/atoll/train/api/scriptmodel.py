@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any, Protocol
 
 import torch
@@ -93,6 +94,7 @@ class ScriptModel:
         has_new: True if gradients of it have come that no reduction has seen.
         reached_in: the latest backward that reached one of its forwards.
         forwards: the number of its forwards that have ended.
+        thread: the thread of the latest forward or weight; None before the first.
     """
 
     def __init__(self, given: Given, more: MoreData, backward: BackwardEnd) -> None:
@@ -104,6 +106,7 @@ class ScriptModel:
         self.has_new = False
         self.unstepped = False
         self.forwards = 0
+        self.thread: int | None = None
         # The latest backward that reached a forward, and the latest that left gradients:
         self.reached_in = self._came_in = -1
         self._began_in, self._mark = -1, self.samples.mark()  # the latest backward of either, and its start
@@ -152,6 +155,11 @@ class ScriptModel:
         """True if a weight is given for a batch that no backward has computed (see `SampleCount`)."""
         return self.samples.awaits_backward
 
+    @property
+    def has_counted(self) -> bool:
+        """True if samples are counted or given that no reduction has used."""
+        return self.samples.known is not None and not self.samples.is_used
+
     def has_gradients(self) -> bool:
         """True if a parameter has a gradient."""
         return any(parameter.grad is not None for parameter in self.parameters.values())
@@ -169,10 +177,13 @@ class ScriptModel:
             self._began_in, self._mark = number, self.samples.begins()
 
     def forward_raised(self) -> None:
-        """Treat a forward that raised like a backward that did so before it reached the model."""
-        if self.samples.awaits_backward:
-            self.samples.forward_raised()
-            self._backward.raised()
+        """Treat a forward that raised like a backward that did so before it reached the model.
+
+        Not if a weight is given, and another forward has ended since: then the error is of another batch.
+        """
+        self.thread = get_ident()
+        if not self.samples.awaits_backward or self.samples.forward_raised(self.forwards):
+            self._backward.forward_raised(self)
 
     def give_up(self, *, retried: bool) -> None:
         """Forget the samples of a backward that raised. `retried`: another one follows before the step."""

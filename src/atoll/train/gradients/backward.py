@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from threading import get_ident
 from typing import Protocol
 from weakref import ref
+
+from torch import nn
 
 from atoll.core.errors import RunError
 from atoll.core.scriptline import waiting_line
 from atoll.core.stands import Stand, gradients
+from atoll.tensors.backwardgraph import BackwardGraph
 from atoll.tensors.torch_compat import at_end_of_backward, is_within_backward
 from atoll.tensors.torch_patches import watch_backwards
 from atoll.train.api.speed import Stretch
@@ -27,10 +31,19 @@ class CountedModel(Protocol):
     Attributes:
         awaits_backward: True if the script has given a weight for a batch that no backward has computed, as
             far as backwards have reached the model.
+        has_counted: True if samples are counted or given that no reduction has used.
+        parameters: its parameters, by their names.
+        thread: the thread of the latest forward or weight; None before the first.
     """
+
+    parameters: dict[str, nn.Parameter]
+    thread: int | None
 
     @property
     def awaits_backward(self) -> bool: ...
+
+    @property
+    def has_counted(self) -> bool: ...
 
     def has_gradients(self) -> bool:
         """True if a parameter has a gradient."""
@@ -60,6 +73,7 @@ class BackwardEnd:
         self._unwatch = watch_backwards(self)
         self._reducers: list[Reducer] = []
         self._models: dict[Reducer, Sequence[CountedModel]] = {}
+        self._counted: list[CountedModel] = []  # all of them
         self._late: dict[Reducer, LateSteps] = {}  # of models whose steps may wait
         self._armed = False
         self._reached: list[CountedModel] = []  # the models that the backward under way has reached
@@ -82,6 +96,7 @@ class BackwardEnd:
         """Take the reducer of `models`, which train as one, and the steps that wait for its gradients."""
         self._reducers.append(reducer)
         self._models[reducer] = models
+        self._counted.extend(models)
         self._is_alone = not reducer.acts_after_backward
         if late.may_wait:
             self._late[reducer] = late
@@ -92,6 +107,7 @@ class BackwardEnd:
         """Forget the reducer of a model that is prepared again."""
         self._late.pop(reducer, None)
         for model in self._models.pop(reducer):
+            self._counted.remove(model)
             if model in self._reached:
                 self._reached.remove(model)
         self._reducers.remove(reducer)
@@ -113,18 +129,38 @@ class BackwardEnd:
 
     def returned(self) -> None:
         """Note that a backward has ended, of whichever model."""
+        thread = get_ident()
+        for model in self._counted:
+            if model.thread is None or model.thread == thread:
+                break
+        else:
+            return  # no model trains in this thread
         self._any_returned = True
         if not self._armed:
             self._reached.clear()
         elif self._is_alone and self._armed_end is _no_end:  # it followed one that raised
             self._give_up()
 
-    def raised(self) -> None:
-        """Note that a backward has raised, perhaps before it has reached a model.
+    def raised(self, graph: BackwardGraph) -> None:
+        """Note that a backward of `graph` has raised, perhaps before it has reached a model.
 
-        Then it was that of the batch whose weight was given last. It is given up before the next act of the
-        script that shows what the script does with it.
+        It is given up before the next act of the script that shows what the script does with it. Errors of
+        graphs without a model are not heeded, nor are those of threads in which no model trains.
         """
+        models = [each for each in self._counted if each.thread in (None, get_ident())]
+        found = [model for model in models if graph.has_any(model.parameters.values())]
+        if graph.may_hide(found=bool(found)):
+            found = models
+        if found or (models and self._armed and self._armed_end is not _no_end):
+            self._raised(found)
+
+    def forward_raised(self, model: CountedModel) -> None:
+        """Note that a forward of `model` has raised."""
+        self._raised([model])
+
+    def _raised(self, found: Sequence[CountedModel]) -> None:
+        """Note an error in a backward or a forward of the models `found`, of the batches whose weights were
+        given last."""
         if self._armed and self._armed_end() is not None:
             return  # it is another thread's
         if self._armed and self._armed_end is _no_end:
@@ -135,13 +171,17 @@ class BackwardEnd:
         armed, self._armed = self._armed, False
         if not armed and not self._reached:
             self.number += 1
-        for model in (each for models in self._models.values() for each in models):
-            if model.awaits_backward and model not in self._reached:
+        for model in found:
+            if model not in self._reached and (model.awaits_backward or model.has_counted):
+                self._reducer_of(model).count_before()
                 model.begins()
         if armed or self._reached:
             self._armed, self._armed_end = True, _no_end
             for reducer in self._reducers:
                 reducer.raised()
+
+    def _reducer_of(self, model: CountedModel) -> Reducer:
+        return next(reducer for reducer, models in self._models.items() if model in models)
 
     def gives_weight(self, model: CountedModel) -> None:
         """Note that the script is about to give the weight of a batch of `model`.
@@ -150,6 +190,7 @@ class BackwardEnd:
         """
         if is_within_backward():
             return
+        model.thread = get_ident()
         if self._armed and self._armed_end() is None:
             self._give_up()
         elif self._any_returned and model.awaits_backward and model.has_gradients():
@@ -159,7 +200,7 @@ class BackwardEnd:
             self._reached.clear()
             self.number += 1
         self._any_returned = False
-        next(reducer for reducer, models in self._models.items() if model in models).count_before()
+        self._reducer_of(model).count_before()
 
     def begins(self, model: CountedModel) -> int:
         """Return the number of the backward under way, which reaches `model`, or leaves a gradient in it.

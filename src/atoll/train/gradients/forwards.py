@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any, Protocol
 
 import torch
@@ -19,9 +20,11 @@ class Forwards(Protocol):
 
     Attributes:
         forwards: the number of forwards that have ended.
+        thread: the thread of the latest one.
     """
 
     forwards: int
+    thread: int | None
 
     def forward_raised(self) -> None:
         """Act after a forward that has raised an error, which goes on to the script."""
@@ -50,6 +53,7 @@ class ForwardHooks:
         tells: Forwards,
     ) -> None:
         self._tells = tells
+        self._handled = 0  # the identity of the error that the script handled as the forward began
         self._model, self._before, self._accumulates, self._reached = model, before, accumulates, reached
         self._handles = [
             model.register_forward_pre_hook(BesideCompiled(self._on_forward), with_kwargs=True),
@@ -62,15 +66,18 @@ class ForwardHooks:
 
     def _on_forward(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
         if module is self._model and torch.is_grad_enabled() and backward_under_way() == -1:
+            self._handled = id(sys.exc_info()[1])
             self._before()
 
     def _on_output(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if module is not self._model or not torch.is_grad_enabled() or backward_under_way() != -1:
             return
-        if output is None and sys.exc_info()[0] is not None:  # it has raised
-            self._tells.forward_raised()
+        tells = self._tells
+        if output is None and id(sys.exc_info()[1]) != self._handled:
+            tells.forward_raised()
             return
-        self._tells.forwards += 1
+        tells.forwards += 1
+        tells.thread = get_ident()
         seen = seen_in((args, kwargs), output)
         hook = _Reached(self._accumulates, self._reached, seen)
         if isinstance(output, Tensor) and output.grad_fn is not None:  # nearly always

@@ -183,7 +183,7 @@ class SampleCount:
         self._counted, self._given, self._new = mark.counted, mark.given, mark.new
         self._basis = mark.basis
         self._used, self.latest, self._gives = mark.used, mark.latest, mark.gives
-        self._before = mark.before
+        self._before, self._of_forward = mark.before, False
 
     def since(self, mark: SampleMark) -> float | None:
         """Return the weight that was given since `mark`, else what was counted; None: neither."""
@@ -196,16 +196,19 @@ class SampleCount:
         if not self._used:
             self._basis = NONE
 
-    def forward_raised(self) -> None:
-        """Note that the forward of the batch has raised whose weight was given last."""
-        self._of_forward = True
+    def forward_raised(self, forwards: int) -> bool:
+        """Note that a forward has raised, when so many `forwards` have ended; return False if it was not that
+        of the batch whose weight was given last."""
+        self._of_forward = forwards == self._forwards
+        return self._of_forward
 
     def give(self, weight: float, forwards: int = 0) -> None:
         """Take the weight of a batch, given when the model has made so many `forwards`."""
         self._forget_used()
         self._gives += 1
         if self._anew:
-            self._given, self._anew = self._others, False
+            self._given = self._by_forward = self._others
+            self._anew = False
         if forwards != self._forwards:
             self._forwards, self._by_forward = forwards, self._given
         self._given = weight + (self._given or 0.0)
@@ -265,7 +268,7 @@ class SampleCount:
         """Forget the samples: the iteration has ended."""
         self._counted, self._given, self._basis, self._used = None, None, KNOWN, False
         self._new = self._before = self._since = self._by_forward = None
-        self._anew = False
+        self._anew = self._of_forward = False
 
     def _forget_used(self) -> None:
         if self._used:
