@@ -912,6 +912,22 @@ def test_backwards_are_heard_once_beside_another_package_s_function(unwatched: A
     assert len(calls) == 1 + 2 + 2 + 2
 
 
+def test_backwards_are_heard_after_a_listener_that_has_not_ended(unwatched: Any) -> None:
+    patches.watch_backwards(_BackwardsHeard())  # and is collected
+    gc.collect()
+
+    def other(*arguments: Any, **named: Any) -> None:
+        unwatched(*arguments, **named)
+
+    x, watcher = torch.ones(2, requires_grad=True), _BackwardsHeard()
+    torch.autograd.backward = other
+    unwatch = patches.watch_backwards(watcher)
+    x.sum().backward()
+    assert watcher.heard == ["returned"]
+    unwatch()
+    assert torch.autograd.backward is other
+
+
 def test_the_graph_of_a_backward_that_raised(unwatched: Any) -> None:
     here, there = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     watcher = _BackwardsHeard()

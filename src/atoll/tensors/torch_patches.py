@@ -189,8 +189,9 @@ def watch_backwards(watcher: BackwardWatcher) -> Callable[[], None]:
     global _watched_backward, _found_backward
     held = ref(watcher)
     _backward_watchers[:] = [each for each in _backward_watchers if each() is not None]
+    is_first = not _backward_watchers
     _backward_watchers.append(held)
-    if _watched_backward is None:
+    if is_first and torch.autograd.backward is not _watched_backward:
         _found_backward = torch.autograd.backward
         _watched_backward = torch.autograd.backward = _telling(_found_backward)
     return functools.partial(_unwatch_backwards, held)
