@@ -128,3 +128,18 @@ def log_and_clear(session: atoll.Session) -> list[float]:
 def test_a_state_that_one_worker_has_read_is_no_change(pool: WorkerPool, kind: str) -> None:
     for first, second in run_at(pool, kind, log_and_clear):
         assert first < second
+
+
+def look_twice(session: atoll.Session) -> list[int]:
+    """Read all states, and take a state_dict, again and again without a step between."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)  # keeps no state
+    session.prepare(net, optimizer)
+    step(net, [optimizer], 0)
+    found = [len(optimizer.state), len(optimizer.state_dict()["state"])]
+    return [*found, len(optimizer.state), len(optimizer.state_dict()["state"])]
+
+
+@pytest.mark.parametrize("kind", ELSEWHERE)
+def test_states_that_do_not_exist_are_read_again(pool: WorkerPool, kind: str) -> None:
+    assert run_at(pool, kind, look_twice) == [[0, 0, 0, 0], [0, 0, 0, 0]]

@@ -101,7 +101,8 @@ class RemoteState:
         for parameter in as_given:
             self._let_go(found[parameter])
             self._shown.leave(parameter)
-            self._given.pop(parameter, None)
+        changed = found.keys() - as_given
+        self._given = {each: given for each, given in self._given.items() if each in changed}
         self._fetched = None
         self._shown.touched = len(as_given) < len(found)
         return self._shown.touched
@@ -237,7 +238,7 @@ class RemoteState:
         """Return a parameter's state for the script."""
         if self._fetched is None:
             self._fetched = self._fetch()
-        if parameter not in self._given:
+        if parameter not in self._given or parameter not in self._fetched:
             state = tree_map_only(Tensor, read_whole, self._fetched.get(parameter, {}))
             self._fetched[parameter], self._given[parameter] = state, pack([state])
         return GivenState(self._fetched[parameter])
