@@ -187,8 +187,17 @@ def step_of(net: nn.Module, optimizers: list[Optimizer], ranks: list[int], step:
     return [p.detach().clone() for p in net.parameters()]
 
 
-def goes_on(net: nn.Module, optimizers: list[Optimizer], ranks: list[int], touches: list[str]) -> list[Any]:
-    """Touch the state after each of two steps, and before the first; tell what each step made of it."""
+def goes_on(
+    net: nn.Module,
+    optimizers: list[Optimizer],
+    ranks: list[int],
+    touches: list[str],
+    meet: Callable[[], None] = lambda: None,
+) -> list[Any]:
+    """Touch the state after each of two steps, and before the first; tell what each step made of it.
+
+    `meet` is called before parameters are written: under peers a node's are equal to the others' then.
+    """
     of = [[p for group in each.param_groups for p in group["params"]] for each in optimizers]
     seen: list[Any] = []
     assert [len(each.state) for each in optimizers] == [0] * len(optimizers)
@@ -196,6 +205,8 @@ def goes_on(net: nn.Module, optimizers: list[Optimizer], ranks: list[int], touch
         seen.append(step_of(net, optimizers, ranks, step))
         if step in (1, 2):
             for touch in touches:
+                if touch == merges.__name__:
+                    meet()
                 for optimizer, parameters in zip(optimizers, of, strict=True):
                     CHANGES[touch](optimizer, parameters)
             seen += [each for optimizer in optimizers for each in shown(optimizer)]
@@ -207,7 +218,7 @@ def train(session: atoll.Session, name: str, touches: list[str]) -> list[Any]:
     net = model()
     optimizers = MAKES[name](net)
     session.prepare(net, optimizers)
-    return goes_on(net, optimizers, [session.rank], touches)
+    return goes_on(net, optimizers, [session.rank], touches, session.barrier)
 
 
 @functools.cache
