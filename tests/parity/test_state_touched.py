@@ -236,8 +236,11 @@ def check(found: list[Any], right: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["AdamW", "momentum", "Adafactor"])
-@pytest.mark.parametrize("touch", CHANGES)
-@pytest.mark.parametrize("kind", KINDS)
+# Under peers a node's parameters may be its own for a while: what it writes to them may be unlike the others'.
+@pytest.mark.parametrize(
+    ("kind", "touch"),
+    [(k, t) for k in KINDS for t in CHANGES if not (k.startswith("peers") and t == merges.__name__)],
+)
 def test_a_touch_has_plain_torchs_effect(pool: WorkerPool, kind: str, touch: str, name: str) -> None:
     for found in run_at(pool, kind, train, name, [touch], world=1 if kind == "asp" else WORLD):
         check(found, plain(1 if kind == "asp" else WORLD, name, touch))
