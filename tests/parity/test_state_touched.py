@@ -236,7 +236,7 @@ def check(found: list[Any], right: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["AdamW", "momentum", "Adafactor"])
-# Under peers a node's parameters may be its own for a while: what it writes to them may be unlike the others'.
+# Under peers a node's parameters may be its own for a while, and so what it writes to them.
 @pytest.mark.parametrize(
     ("kind", "touch"),
     [(k, t) for k in KINDS for t in CHANGES if not (k.startswith("peers") and t == merges.__name__)],
