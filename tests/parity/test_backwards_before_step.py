@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -10,11 +12,13 @@ import torch
 from kinds import check_equal
 from test_groups_parity import score_for
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import atoll
 from atoll.core.config import Groups
 from atoll.groups.grouping import Grouping
 from atoll.hub.planner import GroupingSettings
+from atoll.train.sync.client import Outgoing, ServerClient
 from support.parity import ALONE, await_groups
 from support.pool import WorkerPool
 from support.runs import KINDS, model, run_at, run_with
@@ -120,3 +124,144 @@ def test_in_groups_they_add_up(pool: WorkerPool, store: str, how: str) -> None:
     steps = 2 * ALONE
     found = run_with(pool, config, train, steps, how, world=3, shards=2, grouping=grouping)
     check(found, plain(3, steps, how))
+
+
+# -- what they weigh where gradients leave at the step -------------------------------------------------------
+
+AT_THE_STEP = ["asp", *(pytest.param(kind, marks=pytest.mark.check) for kind in ("ssp", "ps-hra asp"))]
+WAYS = ["whole", "parts", "checkpoint"]
+
+
+def compute(net: nn.Module, x: Tensor, way: str) -> Tensor:
+    if way == "parts":
+        for part in net.children():
+            x = part(x)
+    elif way == "checkpoint":
+        x = checkpoint(net, x.requires_grad_(), use_reentrant=True)
+    else:
+        x = net(x)
+    return x.square().mean()
+
+
+def told_by(session: atoll.Session, act: Any) -> tuple[list[tuple[float, float]], float]:
+    """What this worker's contributions weigh, and their samples, as the shards are told while it acts; and
+    the samples of all workers by then."""
+    told, commit = list[tuple[float, float]](), ServerClient.commit
+
+    def noted(client: ServerClient, out: Outgoing, *arguments: Any) -> None:
+        told.append((out.own.weight, out.own.samples))
+        commit(client, out, *arguments)
+
+    with patch.object(ServerClient, "commit", noted):
+        act()
+        session.barrier()
+    return told, session._state.prepared[0].reducer.consumed
+
+
+def one_model(
+    session: atoll.Session, way: str, weighs: str, then: str
+) -> tuple[list[tuple[float, float]], float]:
+    """Three steps. In each the second backward is of the first one's batch too, or comes after the first
+    one's gradients were dropped, or adds to them."""
+    net, optimizer = made()
+    session.prepare(net, optimizer)
+
+    def back(step: int, part: int) -> None:
+        x = batch(session.rank, step, part, uneven=True)
+        if weighs == "each":
+            session.weight(len(x))
+        loss = compute(net, x, way)
+        loss.backward(retain_graph=then == "twice")
+        if then == "twice":
+            loss.backward()
+
+    def steps() -> None:
+        for step in range(3):
+            if weighs == "once":
+                session.weight(9)
+            back(step, 0)
+            if then.startswith("dropped"):
+                optimizer.zero_grad(set_to_none=then == "dropped")
+            for part in (1, 2):
+                back(step, part)
+            nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return told_by(session, steps)
+
+
+@pytest.mark.parametrize("then", ["added", "dropped", "dropped as zeros", "twice"])
+@pytest.mark.parametrize("kind", AT_THE_STEP)
+@pytest.mark.parametrize(
+    ("way", "weighs"),
+    [("whole", "output"), ("whole", "each"), ("parts", "each"), ("parts", "once"), ("checkpoint", "each")],
+)
+def test_every_backward_before_a_step_counts_once(
+    pool: WorkerPool, kind: str, way: str, weighs: str, then: str
+) -> None:
+    """Samples count as where each backward is reduced at once; a weight is that of the gradients left."""
+    workers = run_at(pool, kind, one_model, way, weighs, then, world=2)
+    samples = float(sum(SAMPLES))
+    for rank, (told, consumed) in enumerate(workers):
+        weight = samples
+        if then.startswith("dropped") and weighs != "once":
+            weight -= SAMPLES[rank]
+        assert told == [(weight, samples)] * 3
+        assert consumed == 2 * 3 * samples
+
+
+def several_optimizers(session: atoll.Session, _: str) -> tuple[list[tuple[float, float]], float]:
+    """The second optimizer steps after each second backward, the first one after each."""
+    net = model()
+    parameters = list(net.parameters())
+    optimizers = [torch.optim.SGD(part, lr=0.1) for part in (parameters[:4], parameters[4:])]
+    session.prepare(net, optimizers)
+
+    def steps() -> None:
+        for step in range(4):
+            compute(net, batch(session.rank, step, 0, uneven=True), "whole").backward()
+            for optimizer in optimizers if step % 2 else optimizers[:1]:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return told_by(session, steps)
+
+
+def critic_and_generator(session: atoll.Session, way: str) -> tuple[list[tuple[float, float]], float]:
+    """A critic has two backwards before its step. The generator's leaves gradients there that are
+    dropped."""
+    generator, critic = model(), model()
+    of_generator, of_critic = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (generator, critic))
+    session.prepare(generator, of_generator)
+    session.prepare(critic, of_critic)
+
+    def steps() -> None:
+        for step in range(2):
+            real, noise = (batch(session.rank, step, part, uneven=True) for part in (0, 1))
+            compute(critic, real, way).backward()
+            fake = torch.cat([generator(noise).detach()] * 8, 1)
+            compute(critic, fake, way).backward()
+            of_critic.step()
+            of_critic.zero_grad()
+            compute(critic, torch.cat([generator(noise)] * 8, 1), "whole").backward()
+            of_generator.step()
+            of_generator.zero_grad()
+            of_critic.zero_grad()
+
+    return told_by(session, steps)
+
+
+@pytest.mark.parametrize("kind", ["asp", pytest.param("ssp", marks=pytest.mark.check)])
+def test_optimizers_have_the_weight_of_the_gradients_that_they_step(pool: WorkerPool, kind: str) -> None:
+    for told, consumed in run_at(pool, kind, several_optimizers, "", world=1):
+        assert told == [(4.0, 4.0), (4.0, 4.0), (8.0, 0.0)] * 2
+        assert consumed == 16.0
+
+
+@pytest.mark.parametrize("kind", ["asp", pytest.param("ssp", marks=pytest.mark.check)])
+def test_of_several_models_each_backward_counts_once(pool: WorkerPool, kind: str) -> None:
+    for told, consumed in run_at(pool, kind, critic_and_generator, "whole", world=1):
+        # The critic's batch of 4 and of 2; then 2 at both models.
+        assert told == [(6.0, 6.0), (2.0, 4.0)] * 2
+        assert consumed == 20.0

@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import atoll
-from support.pool import WorkerPool
+from support.pool import JobFailedError, WorkerPool
 from support.runs import KINDS, model, run_at
 
 pytestmark = pytest.mark.sampled
@@ -71,3 +71,9 @@ def test_gradients_and_steps_are_plain_pytorch_s(
     for worker in run_at(pool, kind, train, forward):
         for got, expected in zip(worker, right, strict=True):
             assert torch.allclose(got, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["server", "asp", "ssp"])
+def test_parameters_that_come_at_the_next_forward_need_one(pool: WorkerPool, kind: str) -> None:
+    with pytest.raises(JobFailedError, match=r"iteration 1: .* with sync\.lazy call the model itself"):
+        run_at(pool, kind, train, parts, world=1, sync={"lazy": True})

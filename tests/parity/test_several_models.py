@@ -551,6 +551,23 @@ def test_the_samples_consumed_go_on_from_a_checkpoint(
     assert of_two + of_three == [of_two[0]] * WORLD + [of_two[0] * 3 / 2] * WORLD
 
 
+def samples_of(session: atoll.Session, name: str) -> float:
+    """The samples of all models of all workers in a loop."""
+    pair = Pair()
+    pair.prepare(session)
+    for step in range(STEPS):
+        LOOPS[name](pair, [session.rank], step)
+    session.barrier()
+    return sum(each.reducer.consumed for each in session._state.prepared)
+
+
+@pytest.mark.parametrize("name", ["alternating", "at once"])
+@pytest.mark.parametrize("kind", ["server", "asp"])
+def test_samples_are_counted_at_shards_as_in_a_ring(pool: WorkerPool, kind: str, name: str) -> None:
+    """At each worker's own pace, too, where each model's step is a contribution."""
+    assert run_at(pool, kind, samples_of, name, world=WORLD) == run_at(pool, "ring", samples_of, name)
+
+
 def test_a_checkpoint_is_the_one_that_a_ring_writes(pool: WorkerPool, tmp_path: Path) -> None:
     held = {}
     for kind in ("ring", "server", "server tiers"):

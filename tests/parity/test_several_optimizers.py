@@ -146,6 +146,20 @@ def test_alone_too(order: str, tiers: bool) -> None:
     check(alone(train, order, tiers=tiers), plain(1, order))
 
 
+def samples_of(session: atoll.Session, order: str) -> float:
+    """The samples of all workers that a loop has consumed."""
+    train(session, order)
+    session.barrier()
+    return session._state.prepared[0].reducer.consumed
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kind", ["server", "asp"])
+def test_samples_are_counted_at_shards_as_in_a_ring(pool: WorkerPool, kind: str, order: str) -> None:
+    """A step of gradients that another optimizer has stepped counts none, whichever steps first."""
+    assert run_at(pool, kind, samples_of, order) == run_at(pool, "ring", samples_of, order)
+
+
 def muon_and_adamw(session: atoll.Session) -> list[Tensor]:
     net = model()
     optimizers = by_tensor_and_by_element(net)

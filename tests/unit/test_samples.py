@@ -185,3 +185,69 @@ def test_counts_go_back_to_a_mark_and_tell_what_came_since() -> None:
     count.count(4)
     assert count.since(used) == 4
     assert SampleCount().since(SampleCount().mark()) is None
+
+
+def test_a_weight_given_anew_after_a_forward_that_raised_replaces_its_own_alone() -> None:
+    """Two forwards have one backward: the first one's weight stays when the second one raises."""
+    count = SampleCount()
+    count.give(5.0, forwards=0)
+    count.give(3.0, forwards=1)
+    for _ in range(2):
+        assert count.forward_raised(1)
+        mark = count.begins()
+        count.take_back(mark, is_empty=True, retried=True)
+        count.give(3.0, forwards=1)
+        assert count.known == 8.0
+
+
+def test_a_weight_given_once_holds_for_the_batch_that_is_computed_again() -> None:
+    count = SampleCount()
+    for _ in range(2):
+        if count.known is None:
+            count.give(5.0)
+        assert count.awaits_backward
+        mark = count.begins()
+        count.take_back(mark, is_empty=True, retried=True)
+    assert count.known == 5.0
+    mark = count.begins()
+    count.take_back(mark, is_empty=True, retried=False)
+    assert count.known is None
+
+
+def test_a_forward_that_raises_is_not_of_the_weight_of_one_that_has_ended() -> None:
+    count = SampleCount()
+    count.give(5.0, forwards=0)
+    assert not count.forward_raised(1)
+    count.give(3.0, forwards=1)
+    assert count.known == 8.0
+
+
+def test_of_weights_that_were_dropped_none_is_kept_for_a_forward_that_raises_again() -> None:
+    """A batch came before; then a forward raised, and the script dropped all and began anew."""
+    count = SampleCount()
+    count.give(1.0, forwards=0)
+    count.begins()
+    for _ in range(2):
+        count.give(3.0, forwards=1)
+        assert count.forward_raised(1)
+        mark = count.begins()
+        count.take_back(mark, is_empty=True, retried=True)
+    count.give(3.0, forwards=1)
+    assert count.known == 3.0
+
+
+@pytest.mark.parametrize("how", ["back_to", "reset"])
+def test_a_forward_that_raised_is_forgotten_with_what_was_given(how: str) -> None:
+    """As where memory ran out in a piece of a batch."""
+    count = SampleCount()
+    mark = count.mark()
+    count.give(6.0, forwards=0)
+    assert count.forward_raised(0)
+    count.back_to(mark) if how == "back_to" else count.reset()
+    for _ in range(2):
+        count.give(5.0, forwards=0)
+        count.give(3.0, forwards=1)
+        begun = count.begins()
+        count.take_back(begun, is_empty=True, retried=True)
+    count.give(8.0, forwards=2)
+    assert count.known == 8.0

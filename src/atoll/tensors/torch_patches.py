@@ -10,7 +10,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
-from weakref import WeakMethod
+from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from torch.nn.utils import clip_grad
 from torch.utils.data import DataLoader
 
 from atoll.core.scriptline import script_line
+from atoll.tensors.backwardgraph import BackwardGraph
+from atoll.tensors.torch_compat import backward_under_way, is_within_backward
 from atoll.tensors.torch_parts import TorchParts
 
 _parts = TorchParts(__name__)
@@ -157,6 +159,76 @@ def _watched_write(*arguments: Any, **named: Any) -> Any:
     global _latest_clip
     _latest_clip = script_line()
     return _write(*arguments, **named)
+
+
+# Backwards
+
+
+class BackwardWatcher(Protocol):
+    """A listener to calls of backward. One that a function within a backward makes is a part of that one."""
+
+    def returned(self) -> None:
+        """Act after a backward that has ended."""
+
+    def raised(self, graph: BackwardGraph) -> None:
+        """Act after a backward of `graph` that has raised an error, which goes on to the script."""
+
+
+_backward_watchers: list[ref[BackwardWatcher]] = []
+_watched_backward: Any = None  # the function that tells them; None while nobody listens
+_found_backward: Any = None  # the one in whose place it stands
+
+
+def watch_backwards(watcher: BackwardWatcher) -> Callable[[], None]:
+    """Tell `watcher` of the ends of all backwards in this process, until the returned function is called.
+
+    `watcher` is held weakly. Private: nothing; `torch.autograd.backward` is replaced, which `Tensor.backward`
+    calls, around whatever it is by then. A script that has imported the function by name before calls the
+    original. Public way: none to hear of an error in a backward, which may raise before it reaches any hook.
+    """
+    global _watched_backward, _found_backward
+    held = ref(watcher)
+    _backward_watchers[:] = [each for each in _backward_watchers if each() is not None]
+    is_first = not _backward_watchers
+    _backward_watchers.append(held)
+    if is_first and torch.autograd.backward is not _watched_backward:
+        _found_backward = torch.autograd.backward
+        _watched_backward = torch.autograd.backward = _telling(_found_backward)
+    return functools.partial(_unwatch_backwards, held)
+
+
+def _unwatch_backwards(held: ref[BackwardWatcher]) -> None:
+    global _watched_backward, _found_backward
+    if held in _backward_watchers:
+        _backward_watchers.remove(held)
+    if not _backward_watchers:
+        if torch.autograd.backward is _watched_backward:
+            torch.autograd.backward = _found_backward
+        _watched_backward = _found_backward = None
+
+
+def _telling(backward: Any) -> Any:
+    """Return a function that calls `backward`, and tells of its end while it is the one that does."""
+
+    @functools.wraps(backward)
+    def watched(*arguments: Any, **named: Any) -> None:
+        try:
+            backward(*arguments, **named)
+        except BaseException:
+            if watched is _watched_backward and not is_within_backward():
+                graph = BackwardGraph(arguments[0] if arguments else named.get("tensors"))
+                for held in list(_backward_watchers):
+                    watcher = held()
+                    if watcher is not None:
+                        watcher.raised(graph)
+            raise
+        if watched is _watched_backward and backward_under_way() == -1:
+            for held in _backward_watchers:
+                watcher = held()
+                if watcher is not None:
+                    watcher.returned()
+
+    return watched
 
 
 # DataLoader

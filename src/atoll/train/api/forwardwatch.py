@@ -62,7 +62,9 @@ class ForwardWatch:
             self._before_use.append(given.register_forward_pre_hook(use))
         if reducer.acts_before_state_dict:
             self._before_use.append(model.module.register_state_dict_pre_hook(use))  # type: ignore[no-untyped-call]
-        self._hooks = ForwardHooks(given, before=self._before, accumulates=accumulates, reached=self._reached)
+        self._hooks = ForwardHooks(
+            given, before=self._before, accumulates=accumulates, reached=self._reached, tells=model
+        )
 
     def close(self) -> None:
         """Take the hooks off the model."""
@@ -83,9 +85,13 @@ class ForwardWatch:
 
     def _reached(self, seen: SeenSamples | None) -> None:
         model, acts_after = self._model, self._reducer.acts_after_backward
-        model.reached_in = model.begins() if acts_after else self._backward.number
         backward = backward_under_way()
-        self._reducer.reached(backward)
+        if acts_after:
+            model.reached_in = model.begins()
+        else:
+            number = self._backward.begins_alone(model, backward)
+            self._reducer.reached(backward)  # counts the backward before
+            model.begins_as(number)
         if seen is not None:
             batch = model.given.batches.count(seen)
             if batch.samples is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from atoll.core.errors import RunError
 from atoll.core.scriptline import script_line
@@ -20,13 +20,17 @@ _END = (
 
 
 class Leaving:
-    """One worker's end of the session. `closes()` ends the session's own loaders.
+    """One worker's end of the session. `closes` end the session's own listening to torch.
 
     In a process that the script has forked nothing happens: the session belongs to its parent.
     """
 
     def __init__(
-        self, runtime: Runtime, collectives: Collectives, masks: MaskCheck, closes: Callable[[], None]
+        self,
+        runtime: Runtime,
+        collectives: Collectives,
+        masks: MaskCheck,
+        closes: Sequence[Callable[[], None]],
     ) -> None:
         self._runtime, self._collectives, self._masks, self._closes = runtime, collectives, masks, closes
         self._state, self._workers, self._records = runtime.state, runtime.workers, runtime.records
@@ -96,4 +100,5 @@ class Leaving:
             ends.callback(self._records.close)
             for prepared in self._state.prepared:
                 ends.callback(prepared.close)
-            ends.callback(self._closes)
+            for each in self._closes:
+                ends.callback(each)

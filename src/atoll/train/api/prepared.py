@@ -263,6 +263,7 @@ class Prepared:
                     reduce=backward.reduce_before_step,
                     dropped=partial(tells.warn_once, "dropped gradients", _DROPPED),
                     edited=self._tell_of_edits,
+                    left=self._left,
                     counts_unlike=partial(tells.warn_together, "weights"),
                     epoch=self._batches.epoch,
                     epochs_mixed=epochs_mixed,
@@ -294,7 +295,7 @@ class Prepared:
         late = optimizers if waits else ()
         names = {parameter: name for name, parameter in self.parameters.items()}
         self._late_steps = LateSteps(late, names, backward.step_waits)
-        backward.add(self.reducer, self._late_steps)
+        backward.add(self.reducer, self._late_steps, self.models)
         for of in self.sets:
             before_unscaling(of.optimizer, of.before_unscaling, of.has_batch)
         self._norms = lies.norms(self.norm)
@@ -451,6 +452,12 @@ class Prepared:
         if self._joint is None:
             return _ONLY if self.reducer.phase.unsent else _NONE
         return frozenset(number for number, each in enumerate(self.models) if each.has_new)
+
+    def _left(self) -> list[bool]:
+        """Return for each optimizer True if gradients are left that were reduced, and not stepped."""
+        if len(self.sets) == 1:
+            return [not self.reducer.watch.is_left_out()]
+        return [each.has_gradients_left for each in self.sets]
 
     def _left_out(self) -> None:
         """Note that the script has dropped reduced gradients without a step."""

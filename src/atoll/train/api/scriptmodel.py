@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any, Protocol
 
 import torch
@@ -92,6 +93,8 @@ class ScriptModel:
         unstepped: True between a reduction and this model's next step.
         has_new: True if gradients of it have come that no reduction has seen.
         reached_in: the latest backward that reached one of its forwards.
+        forwards: the number of its forwards that have ended.
+        thread: the thread of the latest forward or weight; None before the first.
     """
 
     def __init__(self, given: Given, more: MoreData, backward: BackwardEnd) -> None:
@@ -102,6 +105,8 @@ class ScriptModel:
         self.steps_made = 0
         self.has_new = False
         self.unstepped = False
+        self.forwards = 0
+        self.thread: int | None = None
         # The latest backward that reached a forward, and the latest that left gradients:
         self.reached_in = self._came_in = -1
         self._began_in, self._mark = -1, self.samples.mark()  # the latest backward of either, and its start
@@ -145,18 +150,44 @@ class ScriptModel:
                 self.samples.missed()
         self._backward.arm()
 
+    @property
+    def awaits_backward(self) -> bool:
+        """True if a weight is given for a batch that no backward has computed (see `SampleCount`)."""
+        return self.samples.awaits_backward
+
+    @property
+    def has_counted(self) -> bool:
+        """True if samples are counted or given that no reduction has used."""
+        return self.samples.known is not None and not self.samples.is_used
+
+    def has_gradients(self) -> bool:
+        """True if a parameter has a gradient."""
+        return any(parameter.grad is not None for parameter in self.parameters.values())
+
     def begins(self) -> int:
         """Return the number of the backward under way, which is about to count samples of this model, or has
         left a gradient in it."""
         number = self._backward.begins(self)
+        self.begins_as(number)
+        return number
+
+    def begins_as(self, number: int) -> None:
+        """Remember what is counted before the backward of this number."""
         if self._began_in != number:
             self._began_in, self._mark = number, self.samples.begins()
-        return number
+
+    def forward_raised(self) -> None:
+        """Treat a forward that raised like a backward that did so before it reached the model.
+
+        Not if a weight is given, and another forward has ended since: then the error is of another batch.
+        """
+        self.thread = get_ident()
+        if not self.samples.awaits_backward or self.samples.forward_raised(self.forwards):
+            self._backward.forward_raised(self)
 
     def give_up(self, *, retried: bool) -> None:
         """Forget the samples of a backward that raised. `retried`: another one follows before the step."""
-        is_empty = all(parameter.grad is None for parameter in self.parameters.values())
-        self.samples.take_back(self._mark, is_empty=is_empty, retried=retried)
+        self.samples.take_back(self._mark, is_empty=not self.has_gradients(), retried=retried)
         if not is_within_backward():  # else gradients of the next backward come already
             self.has_new = self.has_new and any(each.has_values for each in self.sets)
 

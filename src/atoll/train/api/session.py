@@ -124,7 +124,7 @@ class Session:
             check=lambda: check("call", runtime.choices(config, None, call="session.epoch_of", data="own")),
             together=not runtime.workers.alone and runtime.together,
         )
-        self._leaving = Leaving(runtime, self._collectives, masks, self._passes.close)
+        self._leaving = Leaving(runtime, self._collectives, masks, [self._passes.close, self._backward.close])
         self._begin(place.world, speed, given or {})
 
     def _begin(self, world: int, speed: float, given: Mapping[str, str]) -> None:
@@ -377,7 +377,9 @@ class Session:
         """
         if not 0 <= samples < math.inf:
             raise UserError(f"session.weight({samples}): a weight is a number of at least 0")
-        self._models.find(model).samples.give(float(samples))
+        found = self._models.find(model)
+        self._backward.gives_weight(found)
+        found.samples.give(float(samples), found.forwards)
 
     def sampler(
         self, dataset: Sized, seed: int = 0, *, shuffle: bool = True, drop_last: bool = False

@@ -7,12 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from threading import get_ident
 from typing import Protocol
 from weakref import ref
 
+from torch import nn
+
+from atoll.core.errors import RunError
 from atoll.core.scriptline import waiting_line
 from atoll.core.stands import Stand, gradients
+from atoll.tensors.backwardgraph import BackwardGraph
 from atoll.tensors.torch_compat import at_end_of_backward, is_within_backward
+from atoll.tensors.torch_patches import watch_backwards
 from atoll.train.api.speed import Stretch
 from atoll.train.gradients.latesteps import LateSteps
 from atoll.train.gradients.reducer import Reducer
@@ -20,7 +26,30 @@ from atoll.train.group.rounds import Ring
 
 
 class CountedModel(Protocol):
-    """A model whose samples a backward counts."""
+    """A model whose samples a backward counts.
+
+    Attributes:
+        awaits_backward: True if the script has given a weight for a batch that no backward has computed, as
+            far as backwards have reached the model.
+        has_counted: True if samples are counted or given that no reduction has used.
+        parameters: its parameters, by their names.
+        thread: the thread of the latest forward or weight; None before the first.
+    """
+
+    parameters: dict[str, nn.Parameter]
+    thread: int | None
+
+    @property
+    def awaits_backward(self) -> bool: ...
+
+    @property
+    def has_counted(self) -> bool: ...
+
+    def has_gradients(self) -> bool:
+        """True if a parameter has a gradient."""
+
+    def begins(self) -> int:
+        """Call `BackwardEnd.begins`, and remember what is counted by then; return the backward's number."""
 
     def give_up(self, *, retried: bool) -> None:
         """Forget what the backward under way has counted: it raised. `retried`: another one follows before
@@ -41,10 +70,16 @@ class BackwardEnd:
 
     def __init__(self, ring: Ring | None, stretch: Stretch | None = None) -> None:
         self._ring, self._stretch = ring, stretch
+        self._unwatch = watch_backwards(self)
         self._reducers: list[Reducer] = []
+        self._models: dict[Reducer, Sequence[CountedModel]] = {}
+        self._counted: list[CountedModel] = []  # all of them
         self._late: dict[Reducer, LateSteps] = {}  # of models whose steps may wait
         self._armed = False
         self._reached: list[CountedModel] = []  # the models that the backward under way has reached
+        self._is_alone = False  # True if nothing waits for the ends of backwards
+        self._alone_in = -1  # autograd's number of the latest backward in `begins_alone`
+        self._any_returned = False  # True if a backward has ended since the script gave a weight
         # What backwards call at their ends: the armed one, and one in which steps wait. Autograd alone holds
         # it, and drops it if the backward raises:
         self._armed_end: Callable[[], partial[None] | None] = _no_end
@@ -53,8 +88,16 @@ class BackwardEnd:
         self.in_piece = False  # True inside a piece of a batch (`train/api/pieces.py`)
         self.ends = 0  # the backwards that have ended and have begun to reduce gradients
 
-    def add(self, reducer: Reducer, late: LateSteps) -> None:
+    def close(self) -> None:
+        """Let go of autograd."""
+        self._unwatch()
+
+    def add(self, reducer: Reducer, late: LateSteps, models: Sequence[CountedModel]) -> None:
+        """Take the reducer of `models`, which train as one, and the steps that wait for its gradients."""
         self._reducers.append(reducer)
+        self._models[reducer] = models
+        self._counted.extend(models)
+        self._is_alone = not reducer.acts_after_backward
         if late.may_wait:
             self._late[reducer] = late
         for each in self._reducers:
@@ -63,7 +106,101 @@ class BackwardEnd:
     def remove(self, reducer: Reducer) -> None:
         """Forget the reducer of a model that is prepared again."""
         self._late.pop(reducer, None)
+        for model in self._models.pop(reducer):
+            self._counted.remove(model)
+            if model in self._reached:
+                self._reached.remove(model)
         self._reducers.remove(reducer)
+
+    def begins_alone(self, model: CountedModel, backward: int) -> int:
+        """Act as `begins`, on a worker alone, where nothing waits for a backward's end.
+
+        `backward` is autograd's number of it; -1: a forward counts its batch, outside of any.
+        """
+        if self._armed:
+            self._give_up()
+        if not self._reached or backward not in (-1, self._alone_in):
+            self._alone_in = backward
+            self._reached.clear()  # they were of a backward that has ended, called past `watch_backwards`
+            self.number += 1
+        if model not in self._reached:
+            self._reached.append(model)
+        return self.number
+
+    def returned(self) -> None:
+        """Note that a backward has ended, of whichever model."""
+        thread = get_ident()
+        for model in self._counted:
+            if model.thread is None or model.thread == thread:
+                break
+        else:
+            return  # no model trains in this thread
+        self._any_returned = True
+        if not self._armed:
+            self._reached.clear()
+        elif self._is_alone and self._armed_end is _no_end:  # it followed one that raised
+            self._give_up()
+
+    def raised(self, graph: BackwardGraph) -> None:
+        """Note that a backward of `graph` has raised, perhaps before it has reached a model.
+
+        It is given up before the next act of the script that shows what the script does with it. Errors of
+        graphs without a model are not heeded, nor are those of threads in which no model trains.
+        """
+        models = [each for each in self._counted if each.thread in (None, get_ident())]
+        found = [model for model in models if graph.has_any(model.parameters.values())]
+        if graph.may_hide(found=bool(found)):
+            found = models
+        if found or (models and self._armed and self._armed_end is not _no_end):
+            self._raised(found)
+
+    def forward_raised(self, model: CountedModel) -> None:
+        """Note that a forward of `model` has raised."""
+        self._raised([model])
+
+    def _raised(self, found: Sequence[CountedModel]) -> None:
+        """Note an error in a backward or a forward of the models `found`, of the batches whose weights were
+        given last."""
+        if self._armed and self._armed_end() is not None:
+            return  # it is another thread's
+        if self._armed and self._armed_end is _no_end:
+            try:
+                self._give_up()
+            except RunError:
+                return  # the script's own error comes first; its next act raises this one
+        armed, self._armed = self._armed, False
+        if not armed and not self._reached:
+            self.number += 1
+        for model in found:
+            if model not in self._reached and (model.awaits_backward or model.has_counted):
+                self._reducer_of(model).count_before()
+                model.begins()
+        if armed or self._reached:
+            self._armed, self._armed_end = True, _no_end
+            for reducer in self._reducers:
+                reducer.raised()
+
+    def _reducer_of(self, model: CountedModel) -> Reducer:
+        return next(reducer for reducer, models in self._models.items() if model in models)
+
+    def gives_weight(self, model: CountedModel) -> None:
+        """Note that the script is about to give the weight of a batch of `model`.
+
+        A backward that raised is given up first. Raises RunError if messages had already left.
+        """
+        if is_within_backward():
+            return
+        model.thread = get_ident()
+        if self._armed and self._armed_end() is None:
+            self._give_up()
+        elif self._any_returned and model.awaits_backward and model.has_gradients():
+            # A backward of the model in parts, on a worker alone, where no hook sees it:
+            self.number += 1
+            model.begins()
+            self._reached.clear()
+            self.number += 1
+        self._any_returned = False
+        self._reducer_of(model).count_before()
 
     def begins(self, model: CountedModel) -> int:
         """Return the number of the backward under way, which reaches `model`, or leaves a gradient in it.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import Any
+from threading import get_ident
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +13,21 @@ from torch import Tensor, nn
 from atoll.tensors.modulehooks import LeftBehind
 from atoll.tensors.torch_compat import backward_under_way
 from atoll.train.gradients.samples import SeenSamples, seen_in, tensors_in
+
+
+class Forwards(Protocol):
+    """The listener to a model's forwards.
+
+    Attributes:
+        forwards: the number of forwards that have ended.
+        thread: the thread of the latest one.
+    """
+
+    forwards: int
+    thread: int | None
+
+    def forward_raised(self) -> None:
+        """Act after a forward that has raised an error, which goes on to the script."""
 
 
 class ForwardHooks:
@@ -22,6 +39,8 @@ class ForwardHooks:
     `reached(seen)` is called when a backward that leaves gradients reaches a forward's output; `seen` is the
     number of samples that the forward shows. It is called with None if an earlier backward has reached that
     output.
+
+    `tells` hears of each forward's end.
     """
 
     def __init__(
@@ -31,11 +50,14 @@ class ForwardHooks:
         before: Callable[[], None],
         accumulates: Callable[[], bool],
         reached: Callable[[SeenSamples | None], None],
+        tells: Forwards,
     ) -> None:
+        self._tells = tells
+        self._handled = 0  # the identity of the error that the script handled as the forward began
         self._model, self._before, self._accumulates, self._reached = model, before, accumulates, reached
         self._handles = [
             model.register_forward_pre_hook(BesideCompiled(self._on_forward), with_kwargs=True),
-            model.register_forward_hook(BesideCompiled(self._on_output), with_kwargs=True),
+            model.register_forward_hook(BesideCompiled(self._on_output), with_kwargs=True, always_call=True),
         ]
 
     def close(self) -> None:
@@ -44,11 +66,18 @@ class ForwardHooks:
 
     def _on_forward(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
         if module is self._model and torch.is_grad_enabled() and backward_under_way() == -1:
+            self._handled = id(sys.exc_info()[1])
             self._before()
 
     def _on_output(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if module is not self._model or not torch.is_grad_enabled() or backward_under_way() != -1:
             return
+        tells = self._tells
+        if output is None and id(sys.exc_info()[1]) != self._handled:
+            tells.forward_raised()
+            return
+        tells.forwards += 1
+        tells.thread = get_ident()
         seen = seen_in((args, kwargs), output)
         hook = _Reached(self._accumulates, self._reached, seen)
         if isinstance(output, Tensor) and output.grad_fn is not None:  # nearly always

@@ -83,6 +83,8 @@ class Calls:
         dropped: called if hooks of the script have left no gradient of a backward.
         edited: called if the script has changed all gradients between two backwards that come before one
             reduction.
+        left: returns for each of the model's optimizers True if gradients are left that were reduced, and
+            that it has not stepped.
         reduce: called with the reducer before a step whose gradients no backward has reduced.
         counts_unlike: called with a warning if workers count alike in a mean that their counts would change.
         epoch: returns the epoch of the batch on which this worker trains.
@@ -104,6 +106,7 @@ class Calls:
     left_out: Callable[[], None] = lambda: None
     dropped: Callable[[], None] = lambda: None
     edited: Callable[[], None] = lambda: None
+    left: Callable[[], Sequence[bool]] = lambda: (True,)
     reduce: Callable[[Reducer], None] = lambda reducer: reducer.reduce()
     counts_unlike: Callable[[str], None] = lambda _line: None
     epoch: Callable[[], Epoch] = lambda: UNKNOWN
@@ -198,6 +201,9 @@ class Reducer:
     def reached(self, backward: int) -> None:
         """Note that backward number `backward` is about to count a batch. -1: a forward counts it, outside of
         any backward."""
+
+    def raised(self) -> None:
+        """Note that a backward has raised. `begin` follows, before more gradients come or are reduced."""
 
     def begins_backward(self) -> None:
         """Note that the first gradient of a backward has come."""

@@ -112,7 +112,11 @@ class SampleCount:
         # Parts of `_given`: given before the batch of the latest backward, and since that backward began:
         self._before: float | None = None
         self._since: float | None = None
-        self._anew = False  # True if the next `give` is for a batch whose backward raised
+        self._forwards = 0  # the forwards that were made by the latest `give`
+        self._by_forward: float | None = None  # what was given by the latest of them
+        self._anew = False  # True if the next `give` is for a batch that raised
+        self._others: float | None = None  # then the part of `_given` that is for other batches
+        self._of_forward = False  # True if it was the forward that raised
         self._carried = 0.0  # new samples that count with the next batch
         self._basis = KNOWN  # of the counted samples
         self._new: float | None = None  # as counted by the session's samplers
@@ -134,16 +138,8 @@ class SampleCount:
 
     def mark(self) -> SampleMark:
         """Return a mark of what is counted and given by now, for `back_to` and `since`."""
-        return SampleMark(
-            self._counted,
-            self._given,
-            self._new,
-            self._basis,
-            self._used,
-            self.latest,
-            self._gives,
-            self._before,
-        )
+        counted, given, new, basis = self._counted, self._given, self._new, self._basis
+        return SampleMark(counted, given, new, basis, self._used, self.latest, self._gives, self._before)
 
     def begins(self) -> SampleMark:
         """Return a mark for `take_back`: a backward begins."""
@@ -163,6 +159,9 @@ class SampleCount:
             retried: True if another backward follows before the step.
         """
         since, is_empty = self._since, is_empty and not mark.used
+        ahead = 0.0  # the weight of batches whose forwards are made, for which no backward has begun
+        if self._of_forward:
+            ahead, self._of_forward = max(0.0, (self._by_forward or 0.0) - (mark.before or 0.0)), False
         if not self._used:
             known = None if mark.used or is_empty else mark.new
             self._carried += (self._new or 0.0) - (known or 0.0)
@@ -170,13 +169,13 @@ class SampleCount:
         if since is not None:
             if self._used:
                 self.reset()
-        elif is_empty and not retried:
-            self._given = None
+        elif not retried:
+            self._given = None if is_empty else self._before
         if is_empty:
             self._counted, self._basis, self._new, self._before = None, KNOWN, None, None
-        self._anew = since is None
+        self._anew, self._others = since is None, (self._before or 0.0) + ahead or None
         if since is not None:
-            self._given, self._since = since + (self._before or 0.0), since
+            self._given, self._since = since + (self._others or 0.0), since
             self._weighs(self._given)
 
     def back_to(self, mark: SampleMark) -> None:
@@ -184,7 +183,7 @@ class SampleCount:
         self._counted, self._given, self._new = mark.counted, mark.given, mark.new
         self._basis = mark.basis
         self._used, self.latest, self._gives = mark.used, mark.latest, mark.gives
-        self._before = mark.before
+        self._before, self._of_forward = mark.before, False
 
     def since(self, mark: SampleMark) -> float | None:
         """Return the weight that was given since `mark`, else what was counted; None: neither."""
@@ -197,11 +196,21 @@ class SampleCount:
         if not self._used:
             self._basis = NONE
 
-    def give(self, weight: float) -> None:
+    def forward_raised(self, forwards: int) -> bool:
+        """Note that a forward has raised, when so many `forwards` have ended; return False if it was not that
+        of the batch whose weight was given last."""
+        self._of_forward = forwards == self._forwards
+        return self._of_forward
+
+    def give(self, weight: float, forwards: int = 0) -> None:
+        """Take the weight of a batch, given when the model has made so many `forwards`."""
         self._forget_used()
         self._gives += 1
         if self._anew:
-            self._given, self._anew = self._before, False
+            self._given = self._by_forward = self._others
+            self._anew = False
+        if forwards != self._forwards:
+            self._forwards, self._by_forward = forwards, self._given
         self._given = weight + (self._given or 0.0)
         self._since = weight + (self._since or 0.0)
         self._weighs(self._given)
@@ -213,6 +222,11 @@ class SampleCount:
     def known(self) -> float | None:
         """The weight that was counted or given; None: neither."""
         return self._counted if self._given is None else self._given
+
+    @property
+    def awaits_backward(self) -> bool:
+        """True if a weight is given for a batch that no backward has computed, as far as `begins` knows."""
+        return self._since is not None or (self._anew and self._given is not None)
 
     @property
     def is_used(self) -> bool:
@@ -253,8 +267,8 @@ class SampleCount:
     def reset(self) -> None:
         """Forget the samples: the iteration has ended."""
         self._counted, self._given, self._basis, self._used = None, None, KNOWN, False
-        self._new = self._before = self._since = None
-        self._anew = False
+        self._new = self._before = self._since = self._by_forward = None
+        self._anew = self._of_forward = False
 
     def _forget_used(self) -> None:
         if self._used:

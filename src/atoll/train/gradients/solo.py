@@ -25,6 +25,7 @@ class SoloReducer(Reducer):
 
     _backward = -1  # the latest backward that has reached a batch
     _counts_now = True  # True if that backward was outside no_sync
+    _raised = False  # True if it raised, and its samples are still counted
 
     def reached(self, backward: int) -> None:
         """Count the samples of the backward before, and note that backward number `backward` is about to
@@ -37,6 +38,14 @@ class SoloReducer(Reducer):
         self._backward, self._counts_now = backward, self.synchronous
         self.phase.unsent = True
 
+    def raised(self) -> None:
+        self._raised = True
+
+    def begin(self) -> None:
+        """Forget a backward that raised. What is left to count has come under no_sync."""
+        super().begin()
+        self._raised = self._counts_now = False
+
     def reduce(self) -> None:
         """Count the samples of all backwards since the last call."""
         phase = self.phase
@@ -45,7 +54,9 @@ class SoloReducer(Reducer):
         self.consumed += self._calls.committed(own, own.samples)
 
     def before_step(self, follows: bool = False) -> None:
-        if not follows and (self.phase.unsent or not self.phase.reduced):
+        if self._raised and not follows:
+            self._calls.reduce(self)  # gives that backward up first
+        elif not follows and (self.phase.unsent or not self.phase.reduced):
             self.reduce()
 
     def after_step(self) -> None:
@@ -53,14 +64,14 @@ class SoloReducer(Reducer):
         self.steps += 1
 
     def count_before(self) -> None:
-        if self.phase.unsent and self._counts_now:
+        if self.phase.unsent and self._counts_now and not self._raised:
             self.reduce()
 
     def note_zeros(self, parameters: Iterable[nn.Parameter]) -> None:
         """Do nothing: a step without a batch counts nothing, with or without gradients."""
 
     def settle(self) -> None:
-        if self.phase.unsent and self.synchronous:
+        if self.phase.unsent and self.synchronous and not self._raised:
             self.reduce()
 
     def confirm(self, what: str) -> None:  # noqa: ARG002

@@ -20,13 +20,13 @@ from __future__ import annotations
 import contextlib
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from atoll.core import points
 from atoll.core.errors import UserError
@@ -37,6 +37,7 @@ from atoll.train.gradients.messages import Bucket
 from atoll.train.gradients.reducer import Calls, Clipping, Reducer
 from atoll.train.gradients.ring import RingSum
 from atoll.train.gradients.samples import ContributionWeight
+from atoll.train.gradients.sincestep import SinceStep
 from atoll.train.gradients.sums import MakeSum
 from atoll.train.group.rounds import Ring
 from atoll.train.sync.answers import Means, NewParameters
@@ -571,7 +572,32 @@ class MeanExchange(Server):
         return values
 
 
-class ValuesExchange(Server):
+class StepExchange(Server):
+    """The part that the exchanges under ssp and asp share: gradients leave at the step, and all backwards
+    before it count."""
+
+    sums_samples = False
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        self._since_step = SinceStep(parts.calls.left)
+
+    def begins_backward(self) -> None:
+        self._since_step.look()
+        super().begins_backward()
+
+    def note_zeros(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().note_zeros(parameters)
+        self._since_step.look()
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        if not self.phase.unsent:  # no backward has begun since the reduction before
+            self._since_step.look()
+        super().reduce()
+
+
+class ValuesExchange(StepExchange):
     """The exchange under ssp and asp of a worker that talks for itself: `p.grad` is its own gradient, and
     edits act on it.
 
@@ -579,24 +605,9 @@ class ValuesExchange(Server):
     contribution, and publishes the parameters that follow from the one before.
     """
 
-    sums_samples = False
-
     def __init__(self, parts: Parts, pipeline: int = 0) -> None:
         super().__init__(parts)
         self._pipelined = pipeline > 0
-        self._weighed = ContributionWeight(0.0, 0.0)  # this iteration's contribution
-        # Only gradients show a backward whose forward was not called: see `_check_forward`.
-        watched = [parameter for bound in parts.chunks if parts.lazy for parameter in bound.parameters]
-        arm = parts.calls.arm
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(lambda _: arm())  # type: ignore[no-untyped-call]
-            for parameter in watched
-        ]
-
-    def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        super().close()
 
     def settle(self) -> None:
         """Wait for the exchange in flight. Its parameters are published later."""
@@ -622,7 +633,7 @@ class ValuesExchange(Server):
     def _is_whole(self, own: ContributionWeight, of_group: ContributionWeight) -> None:
         """Keep the contribution: nothing leaves before `step`."""
         self.connection.members.over()
-        self._weighed = own
+        self._since_step.add(own)
         super()._is_whole(own, of_group)
 
     @torch.no_grad()
@@ -630,10 +641,7 @@ class ValuesExchange(Server):
         self._calls.leaving()
         if self._client.counted is not None:
             self.connection.members.told(self._client.counted)
-        own = self._weighed.of(turn.optimizer)
-        own = own if accepted else ContributionWeight(0.0, own.samples)
-        if turn.follows:
-            own = msgspec.structs.replace(own, samples=0.0)  # they are counted already
+        own = self._since_step.take(turn.optimizer, accepted=accepted, follows=turn.follows)
         how = {"hyperparameters": hyperparameters, "optimizer": turn.optimizer, "of": turn.chunks}
         with self.parameters.stepping(turn.chunks):
             if self._pipelined:
@@ -683,7 +691,7 @@ class ValuesExchange(Server):
         self.feedback.settle(iteration, chunk)
 
 
-class GroupValuesExchange(Server):
+class GroupValuesExchange(StepExchange):
     """The exchange under ssp and asp of a group.
 
     `p.grad` shows the group's mean, and edits act on the group's contribution; all members must make equal
@@ -691,7 +699,6 @@ class GroupValuesExchange(Server):
     are published at the end of that iteration's step.
     """
 
-    sums_samples = False
     sum: RingSum
     uplink: Uplink
 
@@ -707,11 +714,10 @@ class GroupValuesExchange(Server):
         super().__init__(parts)
         self._together, self._hyperparameters, self._pipeline = together, hyperparameters, pipeline
         self._in_flight: Outgoing | None = None
-        self._of_group = ContributionWeight(0.0, 0.0)
 
     def _is_whole(self, own: ContributionWeight, of_group: ContributionWeight) -> None:
         self._together.whole()
-        self._of_group = of_group
+        self._since_step.add(of_group)
         self.connection.members.over()
         super()._is_whole(own, of_group)
 
@@ -783,7 +789,7 @@ class GroupValuesExchange(Server):
         with self._together.waiting():
             of_group = self.sum.assist(lambda: bool(self._together.able))
             if of_group is not None:
-                self._of_group = of_group
+                self._since_step.add(of_group)
                 self._together.whole()
         self.begin()
         if of_group is not None:
@@ -803,7 +809,7 @@ class GroupValuesExchange(Server):
     # -- the exchange -------------------------------------------------------------------------------------
 
     def _outgoing(self, accepted: bool, hyperparameters: Hyperparameters) -> Outgoing:
-        own = self._of_group if accepted else ContributionWeight(0.0, self._of_group.samples)
+        own = self._since_step.take(accepted=accepted)
         turn = 1 if self._pipeline else None  # the next backward overwrites the gradients
         return self._contribution(own, turn, hyperparameters=hyperparameters)
 

@@ -14,7 +14,7 @@ from atoll.tensors.settings import Settings
 from atoll.train.gradients.early import EarlySum
 from atoll.train.gradients.reducer import Calls
 from atoll.train.gradients.ring import RingBuckets, RingSum
-from atoll.train.gradients.sums import AtEnd, GroupSum, MakeSum, Own
+from atoll.train.gradients.sums import AtEnd, GroupSum, MakeSum, OwnAtEnd
 from atoll.train.gradients.tiersums import Holder, TierCarrier
 from atoll.train.sync.connection import Connection
 from atoll.train.sync.server import GroupValuesExchange, MeanExchange, Parts, Server, ValuesExchange
@@ -50,7 +50,7 @@ def serve_alone(
         takes_changes: True if the shards can be told of the script's own writes to parameters.
     """
     leaves_early = held is None and policy == "bsp"
-    make_sum: MakeSum = AtEnd if policy == "bsp" else Own
+    make_sum: MakeSum = AtEnd if policy == "bsp" else OwnAtEnd
     if leaves_early:
         make_sum = cast(MakeSum, EarlySum)  # the owner is a MeanExchange
 
