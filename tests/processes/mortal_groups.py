@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
@@ -43,7 +43,7 @@ from atoll.groups.grouping import Grouping
 from atoll.hub.decisions import Decision, read_decisions
 from atoll.hub.planner import GroupingSettings, WorkerMeasurements
 from atoll.train.api.session import Session
-from atoll.train.data.leased_sampler import LeasedSampler
+from atoll.train.data.leased_sampler import LeasedBatches, LeasedSampler
 from atoll.train.data.sampler import ShardedSampler
 from atoll.train.sync.server import MeanExchange, Server
 from support.pool import FORKSERVER
@@ -57,6 +57,7 @@ MOST = 4  # workers
 SAMPLES, BATCH = 240, 3
 EPOCHS_AHEAD, ITERATIONS_AHEAD = 3, 15  # how long before the end the workers are told of it
 PAUSE = 0.01  # seconds of each iteration
+AHEAD = 3  # batches of unlike parts that every other worker fetches ahead
 GOES_ON = 5.0  # seconds, from the hub's word that a worker died
 
 
@@ -166,6 +167,7 @@ class Plan:
     tiers: bool = False  # under budgets of memory: a third of the parameters on the device
     edits: bool = False  # bsp: the script clips each mean, and changes a part of it
     changes: bool = False  # the model is changed and prepared again, now and then
+    shares: bool = False  # asp: members take unlike parts, by speed; a worker's pause is for BATCH samples
 
 
 class Counting(nn.Module):
@@ -191,6 +193,22 @@ def own_among(sampler: LeasedSampler, count: int) -> Tensor:
     """Which of the `count` samples that were given last are, 1, and which only fill a batch up, 0."""
     held = [epoch >= 0 for epoch, start, stop in sampler._hand.runs for _ in range(start, stop)]
     return torch.tensor(held[:count], dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A loader's batches, each of which is fetched `ahead` batches before its use."""
+
+    loader: Any
+    ahead: int
+
+    def __iter__(self) -> Iterator[Tensor]:
+        batches = iter(self.loader)
+        ready = deque(itertools.islice(batches, self.ahead))
+        for batch in batches:
+            ready.append(batch)
+            yield ready.popleft()
+        yield from ready
 
 
 class Notes:
@@ -238,7 +256,17 @@ def counts(session: Session, who: int, plan: Plan) -> dict[str, Any]:
     optimizer = torch.optim.Adam(model.parameters(), lr=1.0, betas=(0.0, 0.0), eps=1e-30)
     session.prepare(model, optimizer)
     data = torch.arange(SAMPLES)
-    sampler = session.sampler(data, seed=7)
+    loader: Any
+    if plan.shares:
+        batches = session.batches(data, seed=7)
+        assert isinstance(batches, LeasedBatches)
+        sampler = batches.sampler
+        # Members that fetch unlike amounts ahead, and so ask for blocks that others have not asked for:
+        ahead = AHEAD * (who % 2)
+        loader = Fetched(torch.utils.data.DataLoader(data, batch_sampler=batches), ahead)  # type: ignore[arg-type]
+    else:
+        sampler = session.sampler(data, seed=7)  # type: ignore[assignment]
+        loader = torch.utils.data.DataLoader(data, batch_size=BATCH, sampler=sampler)  # type: ignore[arg-type]
     assert isinstance(sampler, LeasedSampler)
     session.resume()
     notes = Notes(who, session, model, folder)
@@ -248,12 +276,12 @@ def counts(session: Session, who: int, plan: Plan) -> dict[str, Any]:
         if plan.changes and epoch:
             model.grow(optimizer)
             session.prepare(model, optimizer)
-        for indices in torch.utils.data.DataLoader(data, batch_size=BATCH, sampler=sampler):  # type: ignore
+        for indices in loader:
             iteration, own = session.iteration, own_among(sampler, len(indices))
             given = indices[own > 0].tolist()
             optimizer.zero_grad()
             notes.add("tried", iteration, epoch=epoch, indices=given)
-            time.sleep(pause_of(who, folder))
+            time.sleep(pause_of(who, folder) * (len(indices) / BATCH if plan.shares else 1))
             model(indices, MOST * who + iteration % MOST, own).sum().backward()
             optimizer.step()
             notes.add("done", iteration, epoch=epoch, indices=given)
@@ -355,7 +383,13 @@ def work(who: int, plan: Plan, lingers: str = "") -> None:
     config = Config(
         run=Run(strategy="ps-hra"),
         chunks=Chunks(size="2KiB"),
-        sync=Sync(timeout="30s", consistency=plan.consistency, uplink=plan.uplink),  # type: ignore[arg-type]
+        sync=Sync(
+            timeout="30s",
+            consistency=plan.consistency,  # type: ignore[arg-type]
+            uplink=plan.uplink,  # type: ignore[arg-type]
+            global_batch=MOST * BATCH,
+            shares="auto" if plan.shares else "even",
+        ),
         groups=Groups(probe=PROBE),
         link=LinkOptions() if plan.tiers else LINK,
         memory=Memory(device="16KiB", chunk="4KiB") if plan.tiers else Memory(),

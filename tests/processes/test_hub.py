@@ -164,8 +164,11 @@ def test_a_silent_worker_is_fenced_and_its_samples_come_back(folder: Path) -> No
         log = FakeLog(service.address)
         dying, other = client(service), client(service)
         dying.join()
+        dying.lease(0, 1, 30, 1)
+        assert dying.workers == 2  # before all are there, too
         other.join()
         assert (dying.lease(0, 0, 30, 20).stop, other.lease(0, 0, 30, 20).start) == (20, 20)
+        assert (dying.workers, other.workers) == (2, 2)
         log.used[0, dying.welcome.incarnation] = [Used(sampler=0, epoch=0, start=0, stop=5)]  # type: ignore[union-attr]
         empty = other.lease(0, 0, 30, 20, wait=0.05)
         assert (empty.start, empty.stop, empty.over) == (0, 0, False)
@@ -173,9 +176,10 @@ def test_a_silent_worker_is_fenced_and_its_samples_come_back(folder: Path) -> No
         leased = other.lease(0, 0, 30, 20)
         assert (leased.start, leased.stop) == (5, 20)
         assert other.lease(0, 0, 30, 20).over
+        assert other.workers == 1
         died = service.decisions("worker died")[0]
         assert "silent for" in died.reason
-        assert "15 samples" in service.decisions("fenced")[0].reason
+        assert "16 samples" in service.decisions("fenced")[0].reason
         other.goodbye()
         other.close()
         log.close()

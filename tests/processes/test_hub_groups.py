@@ -34,7 +34,7 @@ from atoll.net.endpoint import Client
 from atoll.net.requests import RefusedError
 from atoll.testing import faults
 from atoll.testing.faults import Fault
-from atoll.wire.messages import VERSION, Commit, Committed, Grouped, Hello, Used, Welcome
+from atoll.wire.messages import VERSION, Commit, Committed, Cut, Grouped, Hello, Leased, Used, Welcome
 
 BY_SPEED = GroupingSettings(2, "speed", patience=20.0, regroup=False)
 
@@ -157,6 +157,29 @@ def test_a_group_leases_in_blocks_and_what_a_member_held_comes_along(folder: Pat
             run.clients[rank].lease(0, 0, 100, 50, contributor=one.contributor, block=2) for rank in (0, 1)
         ]
         assert [(each.start, each.stop) for each in rest] == [(20, 60), (60, 100)]
+
+
+def test_a_groups_batches_are_cut_as_its_first_asker_says_and_nonsense_leases_nothing(folder: Path) -> None:
+    with run_of(folder, 2, GroupingSettings(1, patience=20.0, regroup=False)) as run:
+        run.paces(0.1, 0.1)
+        run.told(1, 0, 1)
+        asked = [run.asks(rank) for rank in (0, 1)]
+        group = asked[0].result(DEADLINE).contributor
+        assert asked[1].result(DEADLINE).contributor == group
+
+        def lease(rank: int, block: int, cut: Cut) -> Leased:
+            return run.clients[rank].lease(0, 0, 100, 2, contributor=group, block=block, cut=cut)
+
+        for cut, line in (
+            (Cut({0: 7}), "cut in parts of which none is its own"),
+            (Cut({0: 0, 1: 0}), "cut in parts of 0 samples"),
+            (Cut({0: 2**31 - 1, 1: 2**31 - 1}), "cut in parts of 4294967294 samples"),
+        ):
+            with pytest.raises(RefusedError, match=line):
+                lease(1, 1, cut)
+        for rank in (1, 0):
+            found = lease(rank, 1, Cut({0: 7, 1: 3 + 4 * (rank == 0), 5: 9}, 1))
+            assert (found.start, found.stop, found.cut, found.workers) == (0, 20, Cut({0: 7, 1: 3}, 1), 2)
 
 
 def test_a_member_that_does_not_come_costs_the_others_a_bounded_time(

@@ -677,6 +677,19 @@ def test_who_began_again_with_another_model_is_told_to_start_the_run_again(start
     assert line in other.refused()
 
 
+def test_a_worker_that_deals_data_by_other_settings_is_refused_in_one_line(start: Callable[..., Run]) -> None:
+    """One that comes when the run is under way, say. Workers that prepare together compare all settings."""
+    dealing = {"sync.shares": "even", "sync.global_batch": "24"}
+    run = start(1, 2, setup={"dealing": dealing})
+    other, line = run.again(1, 3), "worker 1 has sync.shares auto, and worker 0 has even: all workers deal a "
+    line += "run's data by one configuration; give every worker the same"
+    digest = run.model.setup(0, workers=2).digest
+    other.send(0, m.Ready(digest=digest, dealing={**dealing, "sync.shares": "auto"}))
+    assert other.refused() == line
+    other.send(0, m.Ready(digest=digest, dealing=dealing))
+    other.expect(0, m.Ready)
+
+
 def test_garbage_is_dropped_and_counted(start: Callable[..., Run]) -> None:
     run = start(1, 1)
     (worker,) = run.workers

@@ -114,6 +114,62 @@ def test_members_are_killed_at_points_of_an_iteration(tmp_path: Path) -> None:
     all_survive(tmp_path, dict(AT_POINTS))
 
 
+UNLIKE, PAUSES = ((0, 1, 2), (3,)), (0.06, 0.01, 0.01, 0.01)  # seconds for a batch of three
+
+
+@pytest.mark.parametrize("who", [0, 1, 3])
+def test_members_that_take_unlike_parts_go_on_without_one_that_is_killed(tmp_path: Path, who: int) -> None:
+    """Each sample counts once an epoch. Parts of those who are left are even, then follow speeds. What a
+    group takes of a batch of 12 samples is by the workers that live, in whatever group."""
+    hub = settings(UNLIKE, "asp")
+    with run_of(tmp_path / "run", "asp", hub=hub, pauses=PAUSES, shares=True) as made:
+        made.wait_until_together(UNLIKE)
+        made.wait_for(lambda: most(made, 0) < most(made, 1), "the slow worker to take less")
+        made.wait_for(lambda: 9 in taken(made, UNLIKE[0]), "the three to take 9 samples")
+        os.kill(made.pid(who), signal.SIGKILL)
+        made.wait_for(lambda: made.decisions("worker died"), "the death to be known")
+        left = [rest for group in UNLIKE if (rest := [other for other in group if other != who])]
+        made.wait_until_together(left)
+        if who != 0:
+            made.wait_for(lambda: most(made, 0) < most(made, 2), "the slow worker to take less again")
+        made.wait_for(lambda: 4 * len(left[0]) in taken(made, left[0]), "batches of 12 for three workers")
+        finish(made, [other for group in left for other in group])
+
+
+def taken(made: Case, whom: Sequence[int]) -> set[int]:
+    """The samples that these workers took together in each of their latest iterations. Who has had batches of
+    the time before in hand is some batches behind, of parts that may be others."""
+    parts = [{line["iteration"]: len(line["indices"]) for line in made.lines(who)} for who in whom]
+    common = sorted(set.intersection(*map(set, parts)))[-8:]
+    return {sum(each[iteration] for each in parts) for iteration in common}
+
+
+def with_shares() -> dict[str, Run]:
+    """Members of unlike parts die in mid-epoch: those who have fetched ahead have asked for blocks of which
+    the others have not had their parts, and those who have not leave parts of such blocks."""
+    return dict(
+        [
+            some_die("asp", "leader", Fault(1, "group.committed", LEADS), shares=True),
+            some_die("asp", "members", Fault(2, "group.pushed", DOES_NOT), shares=True),
+            some_die("asp", "leader", Fault(3, "ring.sent"), shares=True),
+            some_die("asp", "members", Fault(0, "group.ring"), shares=True),
+        ]
+    )
+
+
+def test_members_with_blocks_in_hand_are_killed(tmp_path: Path) -> None:
+    all_survive(tmp_path, with_shares())
+
+
+def test_one_comes_again_into_a_group_of_unlike_parts(tmp_path: Path) -> None:
+    one_comes_again("asp", tmp_path / "run", shares=True)
+
+
+def most(made: Case, who: int) -> int:
+    """The most samples in the latest three batches of a worker."""
+    return max((len(line["indices"]) for line in made.lines(who)[-3:]), default=0)
+
+
 IN_TIERS = [
     some_die("asp", "leader", Fault(1, "group.committed", LEADS), tiers=True),
     some_die("asp", "leader", Fault(2, "ring.all_sent"), tiers=True),
@@ -239,12 +295,12 @@ def a_group_dies(consistency: str, folder: Path, *, tiers: bool = False) -> None
         finish(made, GROUPS[1])
 
 
-def one_comes_again(consistency: str, folder: Path, *, tiers: bool = False) -> None:
+def one_comes_again(consistency: str, folder: Path, **more: bool) -> None:
     """Killed in its group, a worker comes with the same rank, and is put beside the one that it left.
 
     It asks for the state late: under bsp when the others wait already for its part in the iteration with
     which it enters."""
-    with run_of(folder, consistency, "leader", Fault(1, "group.answered"), tiers=tiers) as made:
+    with run_of(folder, consistency, "leader", Fault(1, "group.answered"), **more) as made:
         made.wait_fired(Fault(1, "group.answered"))
         made.wait_for(lambda: made.decisions("worker died"), "the death to be known")
         made.start(1, lingers="enter.member")

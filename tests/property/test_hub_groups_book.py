@@ -37,6 +37,7 @@ from atoll.hub.turn import Turn
 from atoll.store.leases import Leases
 from atoll.store.members import Membership
 from atoll.wire.messages import (
+    Cut,
     Fenced,
     Grouped,
     Heartbeat,
@@ -60,6 +61,10 @@ EVENTS = st.lists(
     st.tuples(st.sampled_from(KINDS), st.integers(0, 3), st.integers(0, 2**16)), min_size=10, max_size=60
 )
 LENGTH = 200
+CUTS = (  # one names the asker or not, or more samples than can be cut
+    *(None, Cut({0: 2, 1: 0, 2: 1, 3: 3}, 1), Cut({0: 2, 1: 1, 2: 1, 3: 3}, 1)) * 3,
+    *(Cut({0: 2, 1: 1}), Cut(dict.fromkeys(range(4), 2**31 - 1))),
+)
 
 
 class Hub:
@@ -202,8 +207,9 @@ class Hub:
             number=self.number,
             contributor=keys[-1][0] if in_group else 0,
             block=1 + what % 4 if in_group else 0,
+            cut=CUTS[what % len(CUTS)],
         )
-        asked, before = LeaseRequest(at=self.now, rank=who, lease=lease), self.book.lease_changes
+        asked, before = LeaseRequest(at=self.now, rank=who, lease=lease), self.book.lease_changes()
         try:
             leased, _ = self.book.lease(asked)
             self.answers.append(unnumbered(leased))
@@ -211,8 +217,9 @@ class Hub:
                 self.given.append((leased.start, leased.stop))
         except UserError as error:
             self.answers.append(str(error))
-        if self.book.lease_changes != before:
-            self.records.append(asked)
+            assert self.book.lease_changes() == before  # a refusal is not written down
+        if recorded := self.book.recorded(asked, before):
+            self.records.append(recorded)
 
     def told(self, news: bool, who: int, what: int) -> None:
         keys = self.formation.contributors_of(who)[:1] if news else sorted(self.book.fences[GLOBAL])

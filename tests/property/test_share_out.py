@@ -283,3 +283,22 @@ def test_parts_that_do_not_follow_speeds_follow_caps():
     change = chooser.cap(np.array([9, 0, 0]))
     assert change is not None
     assert change.parts.tolist() == [9, 7, 14]
+
+
+@given(st.lists(st.integers(0, 2**40), min_size=1, max_size=6), st.integers(0, 2**45), st.integers(0, 2**40))
+@example([2**40 - 1] * 6, 2**40, 2**39)
+@example([2**31 - 1, 2**31 - 1], 2**31, 0)
+def test_large_numbers_are_split_as_python_would_or_refused(parts: list[int], total: int, least: int) -> None:
+    """They neither overflow nor take for ever."""
+    if total * max(sum(parts), len(parts), 1) >= 2**62 * 1.001:
+        with pytest.raises(ValueError, match="are too many for parts of"):
+            scaled(np.array(parts), total, least)
+    elif any(parts) and total * max(sum(parts), len(parts)) < 2**62 * 0.999:
+        found = scaled(np.array(parts), total, least).tolist()
+        assert sum(found) == total
+        assert all(part >= 0 for part in found)
+        if not least:
+            assert all(
+                abs(part * sum(parts) - total * given) < sum(parts)
+                for part, given in zip(found, parts, strict=True)
+            )

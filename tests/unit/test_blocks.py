@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import random
+import re
+from typing import Any
+
 import msgspec
 import pytest
 
 from atoll.core.errors import UserError
-from atoll.store.blocks import MOST_BLOCKS, Blocks, BlockState, EpochBlocks
+from atoll.groups.shares import cut_run
+from atoll.hub.book import _samples_of
+from atoll.store.blocks import MOST_BATCHES, MOST_BLOCKS, Blocks, BlockState, EpochBlocks
 from atoll.store.leases import Leases
-from atoll.wire.messages import Lease, Leased, Used
+from atoll.wire.messages import MOST_CUT, Cut, Lease, Leased, Used
 
 KEY, MEMBERS = (7, 20), (0, 2, 5)
 
 
-def ask(blocks: Blocks, worker: int, block: int, members: tuple[int, ...] = MEMBERS, **more: int) -> Leased:
+def ask(blocks: Blocks, worker: int, block: int, members: tuple[int, ...] = MEMBERS, **more: Any) -> Leased:
     request = Lease(
         incarnation=1, sampler=0, epoch=0, length=100, count=4, contributor=7, block=block, patient=True
     )
@@ -131,3 +137,100 @@ def test_an_earlier_epochs_block_is_kept_until_all_have_it() -> None:
     assert parts(blocks, 2)[0] == (first.start, first.stop)
     parts(blocks, 3, epoch=1)
     assert list(blocks.epochs[KEY]) == [(0, 1)]
+
+
+def test_the_first_asker_s_parts_hold_for_all_who_live() -> None:
+    blocks = Blocks(Leases())
+    cut = Cut({0: 5, 2: 3, 5: 1, 9: 7}, 1)  # worker 9 is no member any more
+    held = Cut({0: 5, 2: 3, 5: 1}, 1)
+    first = ask(blocks, 2, 1, count=2, cut=cut)
+    assert (first.start, first.stop, first.cut, first.block) == (0, 18, held, 1)
+    for worker in MEMBERS:  # whatever parts they know
+        assert ask(blocks, worker, 1, count=2, cut=Cut({0: 1, 2: 1, 5: 1})) == first
+    (epoch,) = blocks.epochs[KEY].values()
+    assert epoch.blocks == {1: BlockState(0, 18, [0, 2, 5], cut=held)}
+    assert [ask(blocks, worker, 2, (0, 5), count=2, cut=cut).stop for worker in (0, 5)] == [30, 30]
+    blocks = Blocks(Leases())
+    assert ask(blocks, 0, 1, count=2**50, length=2**50, cut=Cut({0: 1})).stop == MOST_BATCHES
+    blocks = Blocks(Leases())  # those who live have no part: each takes a sample
+    assert ask(blocks, 0, 1, count=2, cut=Cut({0: 0, 2: 0, 5: 0, 9: 7})).stop == 6
+
+
+@pytest.mark.parametrize(
+    ("cut", "line"),
+    [
+        (Cut({2: 5, 5: 3}), "cut in parts of which none is its own"),
+        (Cut({}), "cut in parts of which none is its own"),
+        (Cut({0: 0, 2: 0}), "cut in parts of 0 samples, where 1 to 2147483647 can be cut"),
+        (
+            Cut({0: 1, 2: MOST_CUT - 1}),
+            "cut in parts of 2147483648 samples, where 1 to 2147483647 can be cut",
+        ),
+    ],
+)
+def test_a_cut_that_cannot_be_is_refused_before_anything_is_leased(cut: Cut, line: str) -> None:
+    leases = Leases()
+    blocks = Blocks(leases)
+    with pytest.raises(
+        UserError, match=f"worker 0 asks for block 1 of epoch 0 of contributor 7, {re.escape(line)}"
+    ):
+        ask(blocks, 0, 1, count=2, cut=cut)
+    assert leases.state == Leases().state
+    assert not blocks.epochs
+    assert (leases.changes, blocks.changes) == (0, 0)
+
+
+def test_parts_of_any_size_that_is_not_refused_are_cut_at_once() -> None:
+    """As the hub does, and each member; in whole numbers that do not overflow."""
+    parts = dict.fromkeys(range(4095), MOST_CUT // 4096) | {4095: 1}
+    found = ask(Blocks(Leases()), 0, 1, tuple(parts), length=2**52, count=2**50, cut=Cut(parts, MOST_CUT - 1))
+    assert found.cut is not None
+    batches = list(cut_run(found.start, found.stop - 1, found.cut.parts, found.cut.least))
+    assert len(batches) == MOST_BATCHES
+    assert sum(stop - start for batch in batches for start, stop in batch.values()) == found.stop - 1
+    wire = msgspec.msgpack.encode(Cut({0: 1, 1: 2**31}))
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(wire, type=Cut)
+
+
+def test_members_hear_of_an_epoch_that_is_over_whether_others_hold_some_of_it() -> None:
+    leases = Leases()
+    blocks = Blocks(leases)
+    cut = Cut({0: 20, 2: 10, 5: 10})
+    ask(blocks, 0, 1, count=2, cut=cut)
+    other = Lease(incarnation=9, sampler=0, epoch=0, length=100, count=20)
+    leases.handle_lease(1, 9, other)
+    leases.handle_lease(1, 9, other)  # it waits, and so does the group
+    for worker in MEMBERS:
+        found = ask(blocks, worker, 2, count=2, cut=cut)
+        assert (found.over, found.held) == (True, True)
+    leases.handle_fenced(1, 9, [Used(sampler=0, epoch=0, start=80, stop=100)])
+    for worker in MEMBERS:
+        assert ask(blocks, worker, 2, count=2, cut=cut).held  # all hear the same
+        found = ask(blocks, worker, 3, count=2, cut=cut)
+        assert (found.over, found.held) == (True, False)
+
+
+def test_a_journal_has_a_block_s_cut_once() -> None:
+    blocks = Blocks(Leases())
+    found = []
+    for block in (1, 2, 3):
+        for worker in MEMBERS:
+            before = blocks.cuts
+            ask(blocks, worker, block, count=2, cut=Cut({0: 20, 2: 10, 5: 10}))
+            found.append(blocks.cuts > before)
+    assert found == [True, False, False] * 3
+    ask(blocks, 0, 1, epoch=1)
+    assert blocks.cuts == 3
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_member_s_samples_of_a_block_are_counted_without_cutting_it(seed: int) -> None:
+    chance = random.Random(seed)
+    parts = {worker: chance.randint(0, 9) for worker in chance.sample(range(50), chance.randint(1, 6))}
+    cut, start = Cut(parts, chance.randint(0, 3)), chance.randint(0, 99)
+    leased = Leased(sampler=0, epoch=0, start=start, stop=start + chance.randint(0, 99), cut=cut)
+    batches = list(cut_run(leased.start, leased.stop, parts, cut.least))
+    for worker in parts:
+        own = [batch[worker] for batch in batches]
+        assert _samples_of(worker, leased) == sum(last - first for first, last in own)

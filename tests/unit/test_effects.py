@@ -115,6 +115,16 @@ def test_what_another_key_rules_out_is_said_and_defaults_are_not() -> None:
         "only 'server', 'ps-hra', 'peers', 'ring' with run.elastic and 'hierarchical' with run.elastic use "
         "it; leave it out"
     )
+    in_groups = (
+        "run.strategy=ps-hra",
+        "sync.consistency=asp",
+    )
+    assert given(*in_groups, "sync.shares=auto", "sync.least=2") == []
+    for setting in ("sync.shares={0=0.5, 1=0.5}", "sync.global_tokens=64"):
+        (line,) = given(*in_groups, setting)
+        assert "has no effect where sync.consistency is 'asp': it needs bsp" in line
+    (line,) = given("run.strategy=server", "sync.consistency=asp", "sync.shares=auto")
+    assert "has no effect where sync.consistency is 'asp': it needs bsp" in line
     assert given("run.strategy=ps-hra") == given() == []  # whose default of sync.consistency is its own
 
 

@@ -28,7 +28,7 @@ from atoll.train.members.regrouping import GroupState, Leases
 from atoll.train.members.workers import Workers
 from atoll.train.sync.servedmodels import ServedModels
 from atoll.train.sync.uplink import Uplink, UplinkChoice, Wanted
-from atoll.wire.messages import Leased, run_of
+from atoll.wire.messages import Cut, Leased, run_of
 
 SECONDS = 30.0
 
@@ -191,7 +191,9 @@ class Blocks:
         wait: float | None = None,
         contributor: int = 0,
         block: int = 0,
+        cut: Cut | None = None,
     ) -> Leased:
+        assert cut is None
         self.asked.append((contributor, block))
         if block not in self.blocks:
             return Leased(sampler=sampler, epoch=epoch, start=0, stop=0, over=True, block=block)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from atoll.core.errors import CheckpointError, RunError, UserError
 from atoll.store.leases import Leases
 from atoll.train.data.epochs import epoch_of
-from atoll.train.data.leased_sampler import FIRST_LEASE, LeasedBatches, LeasedSampler
+from atoll.train.data.leased_sampler import FIRST_LEASE, LeasedBatches, LeasedSampler, Samples
 from atoll.train.data.moredata import MoreData
 from atoll.train.data.order import SampleOrder
 from atoll.train.data.owndata import OwnData
@@ -563,3 +563,30 @@ def test_members_of_a_new_group_go_to_where_the_furthest_is() -> None:
     assert behind.where() == (1, [0])
     train(office, 0, ahead, 4)
     assert office.used == {0: Counter(range(20)), 1: Counter(range(20))}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_used_runs_are_the_fewest_in_whatever_order_they_were_used(seed: int) -> None:
+    """Before a load and after it, when the hub leases what is left of the order alone."""
+    chance, samples, used = random.Random(seed), Samples(SampleOrder(200, 0, True)), set[int]()
+    for load in range(2):
+        if load:
+            samples.load(samples.order.facts(0, 0), [(epoch, *run) for epoch, *run in samples.used()])
+        left = [place for place in range(200) if place not in used]
+        edges = sorted(chance.sample(range(len(left) + 1), 20))
+        runs = list(itertools.pairwise(edges))[::2]
+        chance.shuffle(runs)
+        for start, stop in runs:
+            samples.note_used((0, start, stop))
+            used.update(left[start:stop])
+    for since_load in (True, False):
+        found = samples.used(since_load=since_load)
+        assert all(epoch == 0 for epoch, _, _ in found)
+        places = [place for _, start, stop in found for place in range(start, stop)]
+        assert len(places) == len(set(places))
+        if since_load:
+            assert set(places) == used
+        else:
+            assert set(places) < used
+            begins = sum(place - 1 not in places for place in places)
+            assert len(found) == begins

@@ -20,6 +20,7 @@ from atoll.core.events import (
     Finished,
     Gone,
     Logged,
+    Regrouped,
     SharesChosen,
     Skipped,
     Started,
@@ -295,6 +296,31 @@ class TestRecorder:
         assert [(each.part, each.speed) for each in summary.each_worker] == [(24, 480.0), (8, 161.0)]
         assert [event["reason"] for event in summary.events] == ["speed", "speed"]
         assert draw(run).stat().st_size > 10_000
+
+    def test_each_group_s_latest_shares_are_shown(self, run: RunDirectory) -> None:
+        recorder = Recorder(run, 4, "ps-hra")
+        first, second = {2: 9, 3: 7}, {0: 12, 1: 4}
+        for number, parts in enumerate((first, second, {2: 3, 3: 13}, {0: 5, 2: 11})):
+            what = {"what": "shares", "choice": "", "reason": "speed"}
+            speeds = dict.fromkeys(parts, 1.0)
+            chosen = SharesChosen(time=100.0 + number, worker=min(parts), parts=parts, speeds=speeds, **what)
+            write(run, chosen)
+            recorder.poll()
+            assert recorder.status().parts == [[9, 7], [12, 4, 9, 7], [12, 4, 3, 13], [5, 11]][number]
+        recorder.close()
+        assert [each.part for each in read_summary(run.summary).each_worker] == [5, 4, 11, 13]
+
+    def test_shares_of_a_group_that_is_no_more_are_not_shown(self, run: RunDirectory) -> None:
+        recorder, what = Recorder(run, 4, "ps-hra"), {"what": "shares", "choice": "", "reason": "speed"}
+        for parts in ({0: 12, 1: 4}, {2: 9, 3: 7}):
+            write(run, SharesChosen(time=100.0, worker=min(parts), parts=parts, speeds={}, **what))
+        again = Regrouped(time=101.0, worker=3, iteration=7, grouping=1, group=5, workers=[2, 3])
+        moved = Regrouped(time=102.0, worker=2, iteration=8, grouping=2, group=6, workers=[1, 2])
+        for event, shown in ((again, [12, 4, 9, 7]), (moved, [])):
+            write(run, event)
+            recorder.poll()
+            assert recorder.status().parts == shown
+        recorder.close()
 
     def test_an_end_that_was_passed_is_none(self, run: RunDirectory) -> None:
         """Workers that lease expect their share of an epoch, and a faster one is given more than that."""

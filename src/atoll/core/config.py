@@ -161,8 +161,8 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             by the numbers that `session.batches(..., cost=lengths)` gets. 0: none.
         shares: Strategies `ring` and `hierarchical`, and with bsp `server` and `ps-hra`: the parts of a
             batch of `session.batches`. `even`: all workers' alike. `auto`: by the workers' speeds, as
-            measured, so that all finish at the same time ([shares.md](shares.md)). Or each worker's part,
-            which sum to 1: `{ 0 = 0.6, 1 = 0.4 }`.
+            measured, so that all finish at the same time ([shares.md](shares.md)); under `ps-hra` with asp
+            and ssp within each group. Or each worker's part, which sum to 1: `{ 0 = 0.6, 1 = 0.4 }`.
         least: With `sync.shares` other than `even`, and under `peers`: the least samples of a worker that
             gets any. 0: 2 if a prepared model has BatchNorm, which raises an error for one sample, or if none
             is prepared yet when the script calls `session.batches`; else 1.

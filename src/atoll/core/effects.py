@@ -22,12 +22,17 @@ class Effect(NamedTuple):
         elastic: further strategies that use the key with `run.elastic`.
         when: another key that must have one of `values`; empty: no such condition.
         values: see `when`.
+        besides: strategies that use the key whatever the other key is, if the key is `given` or `given` is
+            empty.
+        given: see `besides`.
     """
 
     strategies: tuple[Strategy, ...] = STRATEGIES
     elastic: tuple[Strategy, ...] = ()
     when: str = ""
     values: tuple[str, ...] = ()
+    besides: tuple[Strategy, ...] = ()
+    given: str = ""
 
 
 _EVERYWHERE = Effect()
@@ -36,8 +41,11 @@ _LATE_AT_SHARDS = Effect(SERVED, when="sync.consistency", values=("ssp", "asp"))
 _OF_GROUPS = Effect(("ps-hra",))
 _OF_PEERS = Effect(("peers",))
 _OF_RINGS = Effect(_RINGS)
-_TOGETHER = Effect((*_RINGS, *SERVED), when="sync.consistency", values=("bsp",))  # all make each iteration
-_BY_SPEED = Effect((*_TOGETHER.strategies, "peers"), when="sync.consistency", values=("bsp",))
+_DEALT: tuple[Strategy, ...] = (*_RINGS, *SERVED)
+_TOGETHER = Effect(_DEALT, when="sync.consistency", values=("bsp",))  # all make each iteration
+# In groups at their own pace members share their group's batches by speed, and in no other way:
+_PARTS = Effect(_DEALT, when="sync.consistency", values=("bsp",), besides=("ps-hra",), given="auto")
+_BY_SPEED = Effect((*_DEALT, "peers"), when="sync.consistency", values=("bsp",), besides=("ps-hra",))
 _LOSSY = Effect(SERVED, when="link.transport", values=("ltp",))
 
 # Under a strategy of another package these keys act as under `server`, all others as under `hierarchical`.
@@ -62,7 +70,7 @@ EFFECTS: Mapping[str, Effect] = {
     "sync.slack": Effect(SERVED, when="sync.consistency", values=("ssp",)),
     "sync.global_batch": _EVERYWHERE,
     "sync.global_tokens": _TOGETHER,
-    "sync.shares": _TOGETHER,
+    "sync.shares": _PARTS,
     "sync.least": _BY_SPEED,
     "sync.memory_cap": _EVERYWHERE,
     "sync.lazy": Effect(("server",)),
@@ -122,7 +130,8 @@ def without_effect(config: Config, given: Mapping[str, str]) -> list[str]:
         named = f"{key} (given by {where}) has no effect"
         if strategy in effect.strategies or (config.run.elastic and strategy in effect.elastic):
             value = _value_of(config, effect.when) if effect.when else None
-            if effect.when and value not in effect.values:
+            besides = strategy in effect.besides and effect.given in ("", _value_of(config, key))
+            if effect.when and value not in effect.values and not besides:
                 wanted = " or ".join(effect.values)
                 lines.append(f"{named} where {effect.when} is {value!r}: it needs {wanted}; leave it out")
             continue

@@ -9,7 +9,9 @@ report of their iterations, `share_out` makes the largest of the times as small 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -28,6 +30,7 @@ _UNEVEN = 0.05  # shares leave even ones if the batch then takes at least this p
 _WORTH = 0.02  # and change again for this part; both beside what noise may show
 _REST = 3  # iterations between two changes
 _HORIZON = 32  # iterations for which a change is expected to last at least
+_MOST = 2.0**62  # the largest product of whole numbers, of 64 bits
 
 
 class SpeedModel:
@@ -364,8 +367,11 @@ def scaled(parts: Whole, total: int, least: int = 0, most: Whole | int = 0) -> W
 
     If there are too few samples for all, some get none; where `most` needs them all the same, `least` gives
     way. Only whole numbers are computed with, so all workers find the same, whatever their processors. Raises
-    ValueError if the workers' `most` samples together are fewer than `total`.
+    ValueError if the workers' `most` samples together are fewer than `total`, and for numbers so large that
+    their products have more than 62 bits.
     """
+    if total * max(float(parts.sum(dtype=np.float64)), float(len(parts)), 1.0) >= _MOST:
+        raise ValueError(f"{total} samples are too many for parts of {parts.sum(dtype=np.float64):g} samples")
     found, takers = _in_proportion(parts, total), int((parts > 0).sum())
     high = np.where(parts > 0, _limits(most, total, len(parts)), 0)
     few = (parts > 0 if total >= least * takers else found > 0) & (found < least)
@@ -388,6 +394,25 @@ def scaled(parts: Whole, total: int, least: int = 0, most: Whole | int = 0) -> W
         done = limited > some if beyond > 0 else limited < some
         left -= int(limited[done].sum())
         chosen, low, high = chosen[~done], low[~done], high[~done]
+
+
+def cut_run(
+    start: int, stop: int, parts: Mapping[int, int], least: int = 0
+) -> Iterator[dict[int, tuple[int, int]]]:
+    """Cut positions from `start` to `stop` into batches of as many samples as the workers' `parts` sum to,
+    the last of which may have fewer; yield each worker's positions in each batch, in the workers' order.
+
+    Part of a worker that gets no sample is empty. See `scaled` for `least`.
+    """
+    workers = sorted(parts)
+    weights = np.array([parts[worker] for worker in workers], dtype=np.int64)
+    if not weights.any():
+        weights = np.ones_like(weights)
+    whole = int(weights.sum())
+    for begin in range(start, stop, whole):
+        ends = begin + np.cumsum(scaled(weights, min(whole, stop - begin), least))
+        bounds = [begin, *ends.tolist()]
+        yield dict(zip(workers, pairwise(bounds), strict=True))
 
 
 def _in_proportion(parts: Whole, total: int) -> Whole:

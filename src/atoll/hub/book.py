@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
+import msgspec
+
+from atoll.groups.shares import cut_run
 from atoll.hub.records import (
     AnyRecord,
     Began,
@@ -64,6 +67,10 @@ class GroupsOf(Protocol):
     @property
     def changes(self) -> int:
         """Counter of lease answers that a journal has to record."""
+
+    @property
+    def cuts(self) -> int:
+        """Counter of sample blocks that were cut."""
 
     def state(self) -> bytes:
         """Encode the state of groups."""
@@ -264,22 +271,34 @@ class Book:
     def lease(self, record: LeaseRequest) -> tuple[Leased, bool]:
         """Handle a worker's request for samples; returns the answer, and True if it is the epoch's first.
         Raises UserError, and changes nothing, if `Leases.handle_lease` refuses."""
-        before = self.lease_changes
+        before = self.lease_changes()
         if self.groups is not None:
             leased = self.groups.lease(record.rank, record.lease)
         else:
             leased = self.leases.handle_lease(record.rank, record.lease.incarnation, record.lease)
-        if leased.start >= leased.stop or self.lease_changes == before:
+        if leased.start >= leased.stop or self.lease_changes() == before:
             return leased, False
         key = (leased.sampler, leased.epoch)
         first = key not in self._dealt
-        self._dealt.setdefault(key, Counter())[record.rank] += leased.stop - leased.start
+        self._dealt.setdefault(key, Counter())[record.rank] += _samples_of(record.rank, leased)
         return leased, first
 
-    @property
-    def lease_changes(self) -> int:
-        """Counter of lease answers that a journal has to record."""
-        return self.leases.changes + (self.groups.changes if self.groups is not None else 0)
+    def lease_changes(self) -> tuple[int, int]:
+        """Return the number of lease answers so far that a journal has to record, and of blocks that were
+        cut."""
+        groups = self.groups
+        of_groups, cuts = (0, 0) if groups is None else (groups.changes, groups.cuts)
+        return self.leases.changes + of_groups, cuts
+
+    def recorded(self, asked: LeaseRequest, before: tuple[int, int]) -> LeaseRequest | None:
+        """Return the request that has been handled as a journal has to record it; None if it does not have
+        to. `before`: the changes before it. A cut is recorded with the request that decides it alone."""
+        changes, cuts = self.lease_changes()
+        if changes == before[0]:
+            return None
+        if asked.lease.cut is None or cuts != before[1]:
+            return asked
+        return msgspec.structs.replace(asked, lease=msgspec.structs.replace(asked.lease, cut=None))
 
     def told(self, record: UsageReport) -> LogEffects:
         """Handle a log's report of used samples: an answer to a fence, or news."""
@@ -351,3 +370,17 @@ class Book:
             self.rings.restore(now, state.rings)
         if self.groups is not None and state.groups:
             self.groups.restore(now, state.groups)
+
+
+def _samples_of(rank: int, leased: Leased) -> int:
+    """Return the number of samples in a lease that are for the worker `rank`."""
+    if leased.cut is None:
+        return leased.stop - leased.start
+    parts, least = leased.cut.parts, leased.cut.least
+    whole = sum(parts.values()) or len(parts)
+    batches, rest = divmod(leased.stop - leased.start, whole)
+    found = 0
+    for times, size in ((batches, whole), (1, rest)):  # all batches but the last one are alike
+        for batch in cut_run(0, size if times else 0, parts, least):
+            found += times * (batch[rank][1] - batch[rank][0])
+    return found

@@ -203,6 +203,11 @@ class Groups:
         """Counter of parts of sample blocks that were given out for the first time."""
         return self._blocks.changes
 
+    @property
+    def cuts(self) -> int:
+        """Counter of sample blocks that were cut."""
+        return self._blocks.cuts
+
     # -- decisions ----------------------------------------------------------------------------------------
 
     def poll(self) -> None:

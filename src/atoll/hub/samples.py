@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from atoll.core.errors import UserError
 from atoll.hub.book import GLOBAL, Book
 from atoll.hub.connections import Connections, given_up
@@ -34,15 +36,17 @@ class Samples:
         if rank is None or not self._connections.owns(peer, lease.incarnation):
             turn.refuse(peer, given_up(lease.incarnation), "Lease", lease.number)
             return
-        asked, before = LeaseRequest(at=turn.now(), rank=rank, lease=lease), book.lease_changes
+        asked, before = LeaseRequest(at=turn.now(), rank=rank, lease=lease), book.lease_changes()
         try:
             leased, first = book.lease(asked)
         except UserError as error:
             turn.refuse(peer, str(error), "Lease", lease.number)
             return
-        if book.lease_changes != before:
-            turn.keep(asked)
-        turn.send(peer, leased)
+        if recorded := book.recorded(asked, before):
+            turn.keep(recorded)
+        members = book.members
+        living = len(members.workers.members) if members.begun else members.workers.count
+        turn.send(peer, msgspec.structs.replace(leased, workers=living))
         if first:
             reason = f"worker {rank} asks first for some of {lease.length} samples"
             self._decisions.add(_epoch((lease.sampler, lease.epoch)), "begun", reason)

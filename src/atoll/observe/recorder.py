@@ -27,6 +27,7 @@ from atoll.core.events import (
     Joining,
     LinkSeen,
     Lost,
+    Regrouped,
     Saved,
     SharesChosen,
     Skipped,
@@ -191,7 +192,7 @@ class Recorder:
         self._rates = {worker: _Rates() for worker in range(workers)}
         self._iteration = self._furthest = 0
         self._expected: int | None = None
-        self._parts: list[int] = []
+        self._parts: list[dict[int, int]] = []  # the latest choice of each group, by worker
         self._started: set[int] = set()
         self._first, self._end = math.inf, -math.inf
         self._last: dict[str, float | None] = {}
@@ -268,7 +269,7 @@ class Recorder:
             expected=self._expected if self._furthest <= (self._expected or 0) else None,
             samples=sum(totals.samples for totals in self._totals.values()),
             bytes_sent=sum(totals.bytes_sent for totals in self._totals.values()),
-            parts=self._parts,
+            parts=[each[worker] for each in self._parts for worker in sorted(each)],
             last={**self._last, **self._merger.newest()},
         )
         for rates in self._rates.values():
@@ -338,10 +339,14 @@ class Recorder:
             self._started.add(event.worker)
             self._strategy, self._groups, totals.device = event.strategy, event.groups, event.device
         elif isinstance(event, SharesChosen):
-            self._parts = [event.parts[worker] for worker in sorted(event.parts)]
+            kept = [each for each in self._parts if each.keys().isdisjoint(event.parts)]
+            self._parts = sorted([*kept, event.parts], key=min)
             for worker, part in event.parts.items():
                 each = self._totals.setdefault(worker, WorkerTotals(worker))
                 each.part, each.speed = part, event.speeds.get(worker, 0.0)
+        elif isinstance(event, Regrouped):  # its members' former groups are no more
+            there = set(event.workers)
+            self._parts = [each for each in self._parts if each.keys() == there or there.isdisjoint(each)]
         elif isinstance(event, LinkSeen):
             self.links.take(event)
         elif isinstance(event, Expected):

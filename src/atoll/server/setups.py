@@ -57,8 +57,8 @@ class SetUps:
         setup, who, model = heard.message, heard.life, self._training.model
         wanted = self._next_of(who, setup.number)
         if model is not None and model.complete and who != self.setter:
-            if setup.codec != model.setup.codec:
-                return _unlike_codecs(heard.worker, setup.codec, self.setter[0], model.setup.codec)
+            if unlike := self._unlike(heard.worker, setup, model):
+                return unlike
             if wanted <= self._lines.generation:  # a first worker that was started again
                 if setup.digest != model.setup.digest:
                     return self._trains_another()
@@ -156,16 +156,29 @@ class SetUps:
                 continue
             del self._waiting[who]
             peer = self._peers.member(*who)
-            if ready.digest == model.setup.digest:
+            if ready.digest == model.setup.digest and not self._deals_otherwise(who[0], ready, model):
                 self._peers.send(peer, ready)
                 continue
             self.readies.pop(who[:2], None)  # it has made no set-up, and brings none
             if peer is not None:
                 self._door.refuse(peer, self._differs(who[0], ready, model), "Ready")
 
+    def _unlike(self, worker: int, told: Setup | Ready, model: Model) -> str:
+        """Return a message for a worker whose codec, or a setting by which data is dealt, is another than the
+        model's; empty for one with the same."""
+        if told.codec != model.setup.codec:
+            return _unlike_codecs(worker, told.codec, self.setter[0], model.setup.codec)
+        return self._deals_otherwise(worker, told, model)
+
+    def _deals_otherwise(self, worker: int, told: Setup | Ready, model: Model) -> str:
+        for key, value in told.dealing.items():
+            if value != (others := model.setup.dealing.get(key, value)):
+                return _unlike_dealing(worker, f"{key} {value}", self.setter[0], others)
+        return ""
+
     def _differs(self, worker: int, ready: Ready, model: Model) -> str:
-        if ready.codec != model.setup.codec:
-            return _unlike_codecs(worker, ready.codec, self.setter[0], model.setup.codec)
+        if unlike := self._unlike(worker, ready, model):
+            return unlike
         if worker == self.setter[0]:
             return (
                 f"worker {worker} began again, and has another model, layout or optimizer than it had "
@@ -190,4 +203,12 @@ def _unlike_codecs(worker: int, own: str, other: int, others: str) -> str:
     return (
         f"worker {worker} has sync.codec {own!r}, and worker {other} has {others!r}: a run's gradients are "
         "written by one codec; set sync.codec to the same on all"
+    )
+
+
+def _unlike_dealing(worker: int, own: str, other: int, others: str) -> str:
+    """Message for two workers with different settings by which data is dealt."""
+    return (
+        f"worker {worker} has {own}, and worker {other} has {others}: all workers deal a run's data by one "
+        "configuration; give every worker the same"
     )

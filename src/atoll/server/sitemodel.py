@@ -246,7 +246,10 @@ class SiteModel(Model):
                 ready.add(shard)
 
         upstream.on(messages.Ready, take)
-        asked = messages.Ready(digest=self.setup.digest, number=self._number, codec=self.setup.codec)
+        told = self.setup
+        asked = messages.Ready(
+            digest=told.digest, number=self._number, codec=told.codec, dealing=told.dealing
+        )
         what = f"the description of the model by worker {self.between.first}"
         upstream.ask(range(self._shards), asked, SET_UP, ready, what)
         self.refresh()

@@ -14,8 +14,9 @@ import msgspec
 
 from atoll.core.errors import UserError
 from atoll.store.leases import Key, Leases
-from atoll.wire.messages import Lease, Leased
+from atoll.wire.messages import MOST_CUT, Cut, Lease, Leased
 
+MOST_BATCHES = 64  # in a block that is cut
 MOST_BLOCKS = 1024  # of an epoch: how far a group's fastest member may be ahead of its slowest
 
 
@@ -28,12 +29,16 @@ class BlockState:
     Attributes:
         members: the ranks of the members that it is for, ascending.
         over: True if the epoch has no more positions.
+        cut: the members' parts of each batch; None: each takes one run of the block, and all are alike.
+        held: True if other contributors held positions of the epoch that may come back.
     """
 
     start: int
     stop: int
     members: list[int]
     over: bool = False
+    cut: Cut | None = None
+    held: bool = False
 
 
 @dataclass
@@ -55,12 +60,13 @@ class Blocks:
     Attributes:
         epochs: the blocks by contributor, sampler and epoch: all that a restart needs.
         changes: grows with each part that is given for the first time, which a journal has to know.
+        cuts: grows with each block that is cut: later requests for the block need no cut.
     """
 
     def __init__(self, leases: Leases) -> None:
         self._leases = leases
         self.epochs: dict[Key, dict[tuple[int, int], EpochBlocks]] = {}
-        self.changes = 0
+        self.changes = self.cuts = 0
 
     def handle_lease(self, key: Key, worker: int, members: Sequence[int], lease: Lease) -> Leased:
         """Return the part of `worker` in a block. If nothing can be leased now, the answer is empty and not
@@ -70,13 +76,18 @@ class Blocks:
             key: the contributor (the group) and its incarnation.
             members: the group's living members.
 
-        Raises UserError for a worker that the block is not for, for one that is too far ahead, and where
-        `Leases.handle_lease` does.
+        Raises UserError for a worker that the block is not for, for one that is too far ahead, for a cut that
+        `_flaw` refuses, and where `Leases.handle_lease` does. Nothing is leased then.
         """
         epoch = self.epochs.get(key, {}).get((lease.sampler, lease.epoch)) or EpochBlocks()
         block = epoch.blocks.get(lease.block)
         if block is None:
             self._check(epoch, worker, members, lease)
+            if lease.cut is not None and (flaw := _flaw(lease.cut, worker)):
+                raise UserError(
+                    f"worker {worker} asks for block {lease.block} of epoch {lease.epoch} of contributor "
+                    f"{key[0]}, cut in parts {flaw}"
+                )
             block = self._new_block(key, members, lease)
         if block is None:
             return _none(lease)
@@ -111,11 +122,25 @@ class Blocks:
 
     def _new_block(self, key: Key, members: Sequence[int], lease: Lease) -> BlockState | None:
         """Lease a block for all members; None if nothing is free now, but may be later."""
-        whole = msgspec.structs.replace(lease, count=lease.count * len(members), number=0)
+        cut, count = None, lease.count * len(members)
+        if lease.cut is not None:  # without the parts of members that were lost
+            members = [member for member in members if member in lease.cut.parts]
+            cut = Cut({member: lease.cut.parts[member] for member in sorted(members)}, lease.cut.least)
+            count = min(lease.count, MOST_BATCHES) * (sum(cut.parts.values()) or len(members))
+        whole = msgspec.structs.replace(lease, count=count, number=0)
         leased = self._leases.handle_lease(*key, whole)
         if leased.start == leased.stop and not leased.over and lease.patient:
             return None
-        return BlockState(leased.start, leased.stop, sorted(members), leased.over)
+        self.cuts += cut is not None
+        return BlockState(leased.start, leased.stop, sorted(members), leased.over, cut, leased.held)
+
+
+def _flaw(cut: Cut, worker: int) -> str:
+    """Return what is wrong with the parts for which `worker` asks, in words; empty if nothing is."""
+    if worker not in cut.parts:
+        return "of which none is its own"
+    whole = sum(cut.parts.values())
+    return "" if 1 <= whole < MOST_CUT else f"of {whole} samples, where 1 to {MOST_CUT - 1} can be cut"
 
 
 def _forget(epochs: dict[tuple[int, int], EpochBlocks], lease: Lease, members: Sequence[int]) -> None:
@@ -131,7 +156,20 @@ def _forget(epochs: dict[tuple[int, int], EpochBlocks], lease: Lease, members: S
 
 
 def _part(lease: Lease, block: BlockState, worker: int) -> Leased:
-    """Return a worker's part of a block: contiguous parts in order of rank, the first ones longer by one."""
+    """Return a worker's part of a block: contiguous parts in order of rank, the first ones longer by one.
+
+    Of a block that is cut, return the whole block with the parts.
+    """
+    if block.cut is not None:
+        return msgspec.structs.replace(
+            _none(lease),
+            start=block.start,
+            stop=block.stop,
+            over=block.over,
+            block=lease.block,
+            cut=block.cut,
+            held=block.held,
+        )
     size, more = divmod(block.stop - block.start, len(block.members))
     place = block.members.index(worker)
     start = block.start + place * size + min(place, more)

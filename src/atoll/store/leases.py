@@ -117,7 +117,7 @@ class Leases:
         over = not others or not patient or deadlocked
         if not over:
             epoch.waiting.add(key)
-        return _leased(lease, 0, 0, over)
+        return msgspec.structs.replace(_leased(lease, 0, 0, over), held=over and bool(others))
 
     def handle_used(self, worker: int, incarnation: int, used: Iterable[Used]) -> None:
         """Note positions that commits in the log have used. They may be reported again, in parts or in

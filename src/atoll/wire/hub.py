@@ -114,6 +114,18 @@ class Shards(Message, frozen=True):
     addresses: Annotated[list[Name], Meta(max_length=4096)]
 
 
+MOST_CUT = 2**31  # samples in a batch that is cut: products of two such numbers have 62 bits
+
+
+class Cut(msgspec.Struct, frozen=True, array_like=True):
+    """The parts in which the members of a group take its batches: each member's samples of a whole batch, by
+    its number; together fewer than MOST_CUT, and 1 at least. A batch with fewer samples is cut in proportion,
+    and a member that gets any of it gets at least `least`."""
+
+    parts: Annotated[dict[Count, Annotated[int, Meta(ge=0, lt=MOST_CUT)]], Meta(max_length=4096)]
+    least: Annotated[int, Meta(ge=0, lt=MOST_CUT)] = 0
+
+
 class Lease(Message, frozen=True):
     """A worker asks for up to `count` positions of an epoch's order of a data set of `length` samples.
 
@@ -123,6 +135,9 @@ class Lease(Message, frozen=True):
     In a group of several, `contributor` is the group, and `block` counts what its members have asked of this
     sampler and epoch, from 1: each member asks for each block, and is given its part. `count` is for one
     member. Who is not `patient` and finds nothing free does not ask again: then none of the members does.
+
+    With `cut`, members take these parts of the block's batches, and `count` is the number of batches. The
+    member that asks first decides for all.
     """
 
     incarnation: Count
@@ -134,6 +149,7 @@ class Lease(Message, frozen=True):
     contributor: Count = 0
     block: Count = 0
     patient: bool = False
+    cut: Cut | None = None
 
 
 class Leased(Message, frozen=True):
@@ -145,6 +161,12 @@ class Leased(Message, frozen=True):
     Of a group's block, start to stop is the member's part, and `length` what each member takes in all: who
     has fewer positions fills up with samples that weigh nothing, so that all make equally many batches.
     `block` is the block's number, whatever it holds: all members are answered so. 0: ask for it again.
+
+    With `cut`, start to stop is the whole block, and each member finds its own positions by the parts, which
+    are those of the members that the block is for (`train/data/groupshares.py`).
+
+    `held`: others hold positions of the epoch, which may come back, although it is `over`. `workers`: those
+    of the run that live, before its start those with which it begins; 0: not told.
     """
 
     sampler: Count
@@ -155,6 +177,9 @@ class Leased(Message, frozen=True):
     number: Count = 0
     length: Count = 0
     block: Count = 0
+    cut: Cut | None = None
+    held: bool = False
+    workers: Count = 0
 
 
 class Fence(Message, frozen=True):

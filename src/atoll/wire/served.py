@@ -20,6 +20,9 @@ Speeds: TypeAlias = Annotated[
 ]
 
 
+Dealing: TypeAlias = Annotated[dict[Name, Name], Meta(max_length=16)]
+
+
 class Setup(Message, frozen=True):
     """The first worker describes the model to train, once for each shard. The values of the chunks follow as
     SetChunk.
@@ -30,7 +33,8 @@ class Setup(Message, frozen=True):
     site or another. `number` counts this worker's set-ups, from 1: messages sent again belong to that set-up
     (0: to the next). `consumed` counts the samples of all workers that are in the values. `finite`: workers
     look for NaN and infinity before they push (`sync.nonfinite` is not "allow"), so that the shard refuses
-    them. `codec`: how the payloads of Push are written (`sync.codec`).
+    them. `codec`: how the payloads of Push are written (`sync.codec`). `dealing`: the settings by which data
+    is dealt, by key, which are equal on all workers.
     """
 
     digest: Name
@@ -51,6 +55,7 @@ class Setup(Message, frozen=True):
     consumed: Weight = 0.0
     finite: bool = False
     codec: Name = PLAIN_CODEC
+    dealing: Dealing = {}
 
 
 class SetChunk(Message, frozen=True):
@@ -65,12 +70,13 @@ class SetChunk(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """A worker asks a shard whether it is set up as `digest` says. Answered by Ready, when it is. `number`
-    and `codec` as the Setup's."""
+    """A worker asks a shard whether it is set up as `digest` says. Answered by Ready, when it is. `number`,
+    `codec` and `dealing` as the Setup's."""
 
     digest: Name
     number: Count = 0
     codec: Name = PLAIN_CODEC
+    dealing: Dealing = {}
 
 
 class Push(Message, frozen=True):

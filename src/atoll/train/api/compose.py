@@ -34,7 +34,8 @@ from atoll.train.api.pace import Pace
 from atoll.train.api.place import Group, Place, Seat, is_first
 from atoll.train.api.records import Records
 from atoll.train.checkpoint.resume import TrainingState
-from atoll.train.data.sharereports import ShareReports
+from atoll.train.data.groupshares import GroupShares
+from atoll.train.data.sharereports import ShareReports, workers_in_words
 from atoll.train.data.sources import (
     DealtData,
     LeasedData,
@@ -284,7 +285,7 @@ def _with_ring(config: Config, place: Place, device: torch.device, member: HubRi
     reports: ShareReports | None = None
     if ring is not None and replicas is None:
         dealing, reports = _shares(
-            config, lambda rank: ring.place.name_of(rank), device, meter, records, fixed=member is None
+            config, partial(_name_in, ring), device, meter, records, fixed=member is None
         )
 
     def tell_of_start() -> None:
@@ -354,23 +355,26 @@ def _shares(
     *,
     fixed: bool,
     site: str = "",
+    of_group: bool = False,
 ) -> tuple[UnevenShares, ShareReports | None]:
     """Return the maker of uneven shares, and the reports that it follows; None: it follows none.
 
     `name_of` returns a worker's name, given its rank. `fixed`: no member comes or goes. At a `site` workers
-    hear of their own site's alone.
+    hear of their own site's alone. `of_group`: parts are those of one group among several.
     """
 
     def names(world: int) -> list[int]:
         return [name_of(rank) for rank in range(world)]
 
     by_speed = config.sync.shares == "auto"
-    if not by_speed and (config.sync.memory_cap != "auto" or site):
+    if not by_speed and (config.sync.memory_cap != "auto" or site or of_group):
         return UnevenShares(config.sync, names, None, records.warn, fixed=fixed), None
 
     def chosen(choice: str, reason: str, change: ShareChange) -> None:
         parts = dict(zip(names(len(change.parts)), change.parts.tolist(), strict=True))
         speeds = dict(zip(parts, change.speeds.tolist(), strict=True))
+        if of_group:
+            choice += f", for {workers_in_words(list(parts))}"
         records.emit(SharesChosen, what="shares", choice=choice, reason=reason, parts=parts, speeds=speeds)
 
     settle = None if device.type == "cpu" else lambda: torch.accelerator.current_stream(device).synchronize()
@@ -475,8 +479,10 @@ def _with_shards(config: Config, place: Place, device: torch.device, service: Se
     )
 
     def members() -> int:
-        # The shards know groups, but not the groups' members.
-        return state.world if together or ring is not None else service.members or state.world
+        if together:
+            return state.world
+        # The shards know groups, but not the groups' members, of which the hub tells.
+        return (service.members if ring is None else service.hub.workers) or state.world
 
     meter = Meter(device, workers, state, service, ring)
     dealing: UnevenShares | None = None
@@ -484,12 +490,18 @@ def _with_shards(config: Config, place: Place, device: torch.device, service: Se
     if together:
         name_of, site = entrance.name_of, service.site
         dealing, reports = _shares(config, name_of, device, meter, records, fixed=fixed, site=site)
-    source: SamplerSource = DealtData(state, partial(least_for, config.sync, state), dealing)
+    least = partial(least_for, config.sync, state)
+    source: SamplerSource = DealtData(state, least, dealing)
     if not together:
+        in_group: Callable[..., GroupShares] | None = None
+        if ring is not None:
+            name_of = partial(_name_in, ring)
+            dealing, reports = _shares(config, name_of, device, meter, records, fixed=False, of_group=True)
+            in_group = partial(dealing.in_group, ring, members, least)
         # In ssp, and at a site, others may wait for this worker to go on, so it must not wait for data.
         waits = config.sync.consistency == "asp" and not service.site
         wait = 3 * service.welcome.patience if waits else 0.0
-        source = LeasedData(state, leases, service.samplers, members, wait, records.warn_once)
+        source = LeasedData(state, leases, service.samplers, members, wait, records.warn_once, in_group)
     own_group: Callable[[], Group] = partial(among_all, state)
     make_exchange, of_group = exchange_alone(service.site), False
     if ring is not None and regrouping is not None:
@@ -533,8 +545,13 @@ def _with_shards(config: Config, place: Place, device: torch.device, service: Se
     )
 
 
+def _name_in(ring: Ring, rank: int) -> int:
+    """Return the name of the ring's member of this rank now."""
+    return ring.place.name_of(rank)
+
+
 def _contributor(workers: Workers, ring: Ring | None) -> list[int]:
     """Return the names of the workers that contribute as one with this one: those of its group's ring."""
     if ring is None:
         return [workers.place.name]
-    return [ring.place.name_of(rank) for rank in range(ring.world)]
+    return [_name_in(ring, rank) for rank in range(ring.world)]

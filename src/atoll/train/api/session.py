@@ -420,7 +420,8 @@ class Session:
         costs = None if cost is None else Costs(cost, dataset)
         whole = batch_of(self.config.sync, costs)
         order = {"seed": seed, "shuffle": shuffle, "drop_last": drop_last}
-        made = self._runtime.source.batches(dataset, whole, ahead, order, self._batches.given_by, costs)
+        given_by, was_left = self._batches.given_by, self._passes.was_left
+        made = self._runtime.source.batches(dataset, whole, ahead, order, given_by, was_left, costs)
         if costs is not None and not self._collectives.are_alike("session.batches", costs.digest):
             raise UserError(UNLIKE_COSTS)
         return made

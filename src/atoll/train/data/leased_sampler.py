@@ -11,10 +11,12 @@ import torch
 from torch.utils.data import Sampler
 
 from atoll.core.errors import CheckpointError, RunError
-from atoll.train.data.given import GivenIndices
+from atoll.store.ranges import Ranges
+from atoll.train.data.given import Given, GivenIndices
+from atoll.train.data.groupshares import GroupShares
 from atoll.train.data.order import SampleOrder
 from atoll.train.data.runs import SampleRange, cut, joined, merged, positions, without
-from atoll.wire.messages import Leased, Used
+from atoll.wire.messages import Cut, Leased, Used
 
 FIRST_LEASE = 32  # samples in a lease until a batch has been seen
 BATCHES = 2  # in a lease: one in use, one ahead; with more, others wait longer at the end of an epoch
@@ -24,14 +26,16 @@ GENERATION = 2**20  # added to the sampler's number at each load: the hub then b
 
 # Fills, of weight 0, are runs whose epoch is below 0 (`_filling`).
 Where: TypeAlias = tuple[int, list[int]]  # the epoch of the next samples; earlier epochs that may not be over
-Ranges: TypeAlias = dict[int, list[tuple[int, int]]]  # positions of epochs' whole orders
+ByEpoch: TypeAlias = dict[int, Ranges]  # positions of epochs' whole orders
 
 
 class Lessor(Protocol):
-    """Signature of `HubClient.lease`: lease up to `count` positions of an epoch of `length` samples, within
-    `wait` seconds."""
+    """Signature of `Leases.lease`: lease up to `count` positions of an epoch of `length` samples, within
+    `wait` seconds. With `cut`, `count` batches in these parts."""
 
-    def __call__(self, sampler: int, epoch: int, length: int, count: int, wait: float) -> Leased: ...
+    def __call__(
+        self, sampler: int, epoch: int, length: int, count: int, wait: float, cut: Cut | None = None
+    ) -> Leased: ...
 
 
 _LATE = (
@@ -74,6 +78,7 @@ class LeasedSampler(Sampler[int]):
         wait: float = 0.0,
         on_index: Callable[[LeasedSampler], None] | None = None,
         mixes: Callable[[str], None] = lambda _line: None,
+        shares: GroupShares | None = None,
     ) -> None:
         """Lease the samples of a dataset. Raises UserError for a dataset without a length.
 
@@ -88,21 +93,20 @@ class LeasedSampler(Sampler[int]):
             wait: seconds; must exceed the hub's patience, or a death is noticed too late.
             on_index: called with the sampler before each index.
             mixes: called with a warning when samples of an earlier epoch come in the loop of a later one.
+            shares: the parts in which a group's members take batches; None: there are no batches.
         """
-        self._samples = Samples(SampleOrder(dataset, seed, shuffle))
-        self._leasing = Leasing(self._samples, lease, number, lease_size)
+        self._samples, self._hand = Samples(SampleOrder(dataset, seed, shuffle)), InHand()
+        self._leasing = Leasing(self._samples, self._hand, lease, number, lease_size, wait, shares)
         self._workers = max(1, workers)
-        self._wait, self._on_index, self._mixes = wait, on_index, mixes
+        self._on_index, self._mixes = on_index, mixes
         self.shuffle = shuffle
         self.given = 0
-        self._taken = GivenIndices()
+        self._batches = None if shares is None else shares.batches
+        self._taken: Given = self._batches or GivenIndices()
         self._reported = 0  # the number of consumed samples that `used` has returned
         self._batch = 0  # the most samples that were consumed at once
         self._epoch = 0
         self._begun = self._whole = False  # this epoch's iteration has begun; has ended
-        self._hand = InHand()
-        self._pending: list[int] = []  # earlier epochs of which positions may come back
-        self._target = 0  # the epoch of the worker's group; earlier epochs end at once
 
     @property
     def epoch(self) -> int:
@@ -119,17 +123,53 @@ class LeasedSampler(Sampler[int]):
         """The number of samples that this worker has trained on since the iteration started."""
         return self._taken.consumed
 
-    def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be one of `epoch`. An epoch that the workers have used up gives nothing."""
-        if epoch != self._epoch or self._whole:
-            self._turn_back()
-            if not self._whole:
-                # The script abandons the epoch, so its leases are of no use.
-                self.leave_leased()
-            self._begin(int(epoch))
+    def set_epoch(self, epoch: int, *, left: bool = False) -> None:
+        """Let the next iteration be one of `epoch`. An epoch that the workers have used up gives nothing.
+
+        A group's members decide alike, by `left` (see `end_loop`), whatever their loaders have fetched: of
+        the epoch whose loop was left nothing but the rest comes if it is set again, and if another one is
+        set, the group asks for no earlier epoch any more.
+        """
+        in_batches = self._batches is not None
+        if epoch == self._epoch and (not self._whole or (in_batches and left)):
+            self._begun = self._begun and not in_batches  # a loop under way goes on
+            return
+        self.end_loop(left=left)
+        if not self._whole:
+            # The script abandons the epoch, so its leases are of no use.
+            self.leave_leased()
+            if in_batches:
+                self._leasing.pending.clear()
+        self._begin(int(epoch))
+
+    def end_loop(self, *, left: bool = False) -> None:
+        """Queue again the positions that were given and not consumed. `left`: a DataLoader shows that the
+        latest loop was left before its end.
+
+        After a whole iteration only a rest of less than a batch is queued again (of a loader with
+        `drop_last`). A larger rest counts as used: the script left it out, or counts samples in another way.
+        Otherwise that rest would come back without end.
+
+        Members of a group have batches of unlike sizes, and fetch unlike numbers of them ahead, so neither
+        may decide: of a loop that was left the rest comes first in the next one, which then ends where the
+        epoch does; of one that came to its end all counts as used.
+        """
+        hand = self._hand
+        hand.seen += self._take_consumed()
+        rest, size = joined(hand.runs), positions(hand.runs)
+        hand.runs.clear()
+        in_batches = self._batches is not None
+        if self._whole and (not left if in_batches else size >= max(1, self._batch)):
+            hand.seen += [run for run in rest if run[0] >= 0]
+        else:
+            self._leasing.turn_back(rest)
+            if in_batches and self._whole:
+                self._whole, self._leasing.closed = False, True
+        self.given = self._reported = 0
+        self._taken.begin()
 
     def __iter__(self) -> Iterator[int]:
-        self._turn_back()
+        self.end_loop()
         if self._whole:
             self._begin(self._epoch + 1)
         return self._give()
@@ -137,8 +177,12 @@ class LeasedSampler(Sampler[int]):
     def __len__(self) -> int:
         """Return an even share, rounded up, of the epoch in progress, else of the next. A faster worker gets
         more."""
-        left = self._samples.order.length - self._samples.done(self._epoch + self._whole)
-        return -(-left // self._workers)
+        return -(-self.left // self._workers)
+
+    @property
+    def left(self) -> int:
+        """The samples of the epoch in progress, else of the next, that were not used before a load."""
+        return self._samples.order.length - self._samples.done(self._epoch + self._whole)
 
     def used(self) -> list[Used]:
         """Return the positions trained on since the last call. Call this once for each commit.
@@ -172,12 +216,12 @@ class LeasedSampler(Sampler[int]):
 
     def leave_leased(self) -> None:
         """Drop leased positions that were not given. Other workers get them."""
-        self._leasing.queue.clear()
+        self._leasing.clear()
 
     def where(self) -> Where:
         """Return this worker's place in its data, which goes to `go_to` on all members of its group."""
-        begun = [] if self._whole else [self._epoch]
-        return self._epoch + self._whole, [*self._pending, *begun]
+        begun = set() if self._whole else {self._epoch}
+        return self._epoch + self._whole, sorted(begun.union(self._leasing.unfinished()))
 
     def go_to(self, members: Sequence[Where]) -> None:
         """Go to the epoch of the furthest of a new group's `members`, since all must make equal requests.
@@ -186,20 +230,23 @@ class LeasedSampler(Sampler[int]):
         one. So are positions of earlier epochs that come back: those of a dead member, for example, when its
         old group is fenced.
         """
-        self._target = max(epoch for epoch, _ in members)
+        target = max(epoch for epoch, _ in members)
         earlier = {epoch for _, epochs in members for epoch in epochs}
-        earlier |= set(range(self._target - EPOCHS_KEPT, self._target))
-        self._pending = sorted(epoch for epoch in earlier if 0 <= epoch < self._target)
+        earlier |= set(range(target - EPOCHS_KEPT, target))
+        self._leasing.target = target
+        self._leasing.pending = sorted(epoch for epoch in earlier if 0 <= epoch < target)
 
     def committed(self) -> None:
-        """Do nothing: `used` reports the samples of a whole iteration."""
+        """Record a whole iteration: `used` reports its samples."""
+        if self._batches is not None:
+            self._batches.committed()
 
     # Checkpoints
 
     def place(self) -> dict[str, Any]:
         """Return this worker's part of a checkpoint, as JSON values; `state_dict` takes every worker's."""
-        whole = self._whole and not self._pending
-        return {"epoch": min([self._epoch + whole, *self._pending]), "used": self._samples.used()}
+        first = min([self._epoch + self._whole, *self._leasing.unfinished()])
+        return {"epoch": first, "used": self._samples.used()}
 
     def state_dict(self, consumed: int | Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
         """Return the used samples, independent of the number of workers. Samples used by a worker that has
@@ -243,13 +290,11 @@ class LeasedSampler(Sampler[int]):
         before = {epoch: self._samples.order.length for epoch, _, _ in left} | {self._epoch: state["offset"]}
         offset = without([(epoch, 0, stop) for epoch, stop in before.items()], left)
         self._samples.load(state, merged(map(_run, [*offset, *state.get("used", [])])))
-        self._hand = InHand()
-        self._pending = sorted({epoch for epoch, _, _ in left if epoch != self._epoch})
+        self._hand.clear()
         self.given = self._reported = 0
         self._taken.begin()
         self._begun = self._whole = False
-        self._target = 0
-        self._leasing.load()
+        self._leasing.load({epoch for epoch, _, _ in left if epoch != self._epoch})
         while self._samples.order.length and self._samples.done(self._epoch) == self._samples.order.length:
             self._epoch += 1
 
@@ -257,14 +302,15 @@ class LeasedSampler(Sampler[int]):
         """Return the state with which a newcomer leases in this order. Samples used since the load are left
         out.
 
-        `pending` has earlier epochs of which positions may come back: the newcomer asks for them too.
+        `pending` has other epochs of which positions may come back, or are in hand: the newcomer asks for
+        them too.
         """
         order, used = self._samples.order, self._samples.used(since_load=False)
         return {
             **order.facts(self._epoch, 0),
             "loads": self._leasing.loads,
             "used": used,
-            "pending": list(self._pending),
+            "pending": [epoch for epoch in self._leasing.unfinished() if epoch != self._epoch],
         }
 
     def check_deal_state(self, state: Mapping[str, Any]) -> None:
@@ -280,15 +326,16 @@ class LeasedSampler(Sampler[int]):
     def load_deal_state(self, state: Mapping[str, Any], _rank: int | None = None) -> None:
         """Lease in the order of the worker that gave `state`."""
         self.load_state_dict({**state, "epoch": min([state["epoch"], *(run[0] for run in state["used"])])})
-        self._epoch, self._leasing.loads = state["epoch"], state["loads"]
-        self._pending = sorted({*self._pending, *state["pending"]} - {self._epoch})
+        self._epoch, leasing = state["epoch"], self._leasing
+        leasing.loads = state["loads"]
+        leasing.pending = sorted({*leasing.pending, *state["pending"]} - {self._epoch})
 
     # Giving and leasing
 
     def _give(self) -> Iterator[int]:
         continued, self._begun = self._begun, True
         while True:
-            if not self._leasing.queue and not self._lease_more():
+            if not self._leasing.queue and not self._leasing.more(self._epoch, self.given, self._batch):
                 self._whole = True
                 if not continued or self.given:
                     return
@@ -306,59 +353,12 @@ class LeasedSampler(Sampler[int]):
                 self._on_index(self)
             yield 0 if epoch < 0 else int(self._samples.left(epoch)[0][place])
 
-    def _lease_more(self) -> bool:
-        """Queue newly leased positions; return False at the end of this worker's iteration.
-
-        All members of a group make equal requests and get equal answers.
-        """
-        if self._epoch < self._target:
-            return False
-        leasing = self._leasing
-        for epoch in list(self._pending):
-            if epoch != self._epoch:
-                leased = self._ask(epoch)
-                if leasing.take(leased):
-                    return True
-                if leased.over and not self._hand.holds(epoch):
-                    self._pending.remove(epoch)
-        leased = self._ask(self._epoch)
-        # Two workers may wait for each other's positions: then the hub answers both that the epoch is over.
-        if self._wait > 0 and not leased.over and leased.start >= leased.stop and not leased.length:
-            leased = self._ask(self._epoch, self._wait)
-        if leasing.take(leased):
-            return True
-        # With positions in hand the epoch stays pending: others may hold positions too, which may come back.
-        kept = [] if leased.over and not self._hand.holds(self._epoch) else [self._epoch]
-        self._pending = [*(epoch for epoch in self._pending if epoch != self._epoch), *kept]
-        return False
-
-    def _ask(self, epoch: int, wait: float = 0.0) -> Leased:
-        return self._leasing.ask(epoch, self.given, self._batch, wait)
-
     # Between iterations
 
     def _begin(self, epoch: int) -> None:
-        self._epoch, self._begun, self._whole = epoch, False, False
-        current = min([epoch, *self._pending])
-        self._samples.keep(current - EPOCHS_KEPT, (epoch, *self._pending))
-
-    def _turn_back(self) -> None:
-        """Queue again the positions that were given and not consumed.
-
-        After a whole iteration only a rest of less than a batch is queued again (of a loader with
-        `drop_last`). A larger rest counts as used: the script left it out, or counts samples in another way.
-        Otherwise that rest would come back without end.
-        """
-        hand = self._hand
-        hand.seen += self._take_consumed()
-        left, size = joined(hand.runs), positions(hand.runs)
-        hand.runs.clear()
-        if self._whole and size >= max(1, self._batch):
-            hand.seen += [run for run in left if run[0] >= 0]
-        else:
-            self._leasing.queue.extendleft(reversed(left))
-        self.given = self._reported = 0
-        self._taken.begin()
+        self._epoch, self._begun, self._whole, self._leasing.closed = epoch, False, False, False
+        kept = {epoch, *self._leasing.unfinished()}
+        self._samples.keep(min(kept) - EPOCHS_KEPT, kept)
 
     def _take_consumed(self) -> list[SampleRange]:
         """Remove from the hand the samples consumed since the last call; return their runs without fills."""
@@ -384,6 +384,10 @@ class InHand:
         if self.runs and self.runs[-1][0] == run[0] and self.runs[-1][2] == run[1]:
             run = (run[0], self.runs.pop()[1], run[2])
         self.runs.append(run)
+
+    def clear(self) -> None:
+        """Forget all positions."""
+        self.runs, self.seen = [], []
 
     def holds(self, epoch: int) -> bool:
         """True if positions of `epoch`, or fills of its batches, are in hand."""
@@ -411,13 +415,13 @@ class Samples:
 
     def __init__(self, order: SampleOrder) -> None:
         self.order = order
-        self._done: Ranges = {}  # used before the load, by epoch
-        self._used: Ranges = {}  # used by this worker since, by epoch
+        self._done: ByEpoch = {}  # used before the load
+        self._used: ByEpoch = {}  # used by this worker since
         self._left: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
     def done(self, epoch: int) -> int:
         """Return the number of samples of an epoch that were used before the load."""
-        return sum(stop - start for start, stop in self._done.get(epoch, []))
+        return len(self._done.get(epoch, ()))
 
     def used(self, *, since_load: bool = True) -> list[list[int]]:
         """Return the runs used before the load, and with `since_load` those used since, as JSON values."""
@@ -434,7 +438,7 @@ class Samples:
         self.order.load(state)
         self._done, self._used = {}, {}
         for epoch, start, stop in done:
-            self._done.setdefault(epoch, []).append((start, stop))
+            self._done.setdefault(epoch, Ranges()).add(start, stop)
         self._left.clear()
 
     def keep(self, first: int, epochs: Collection[int]) -> None:
@@ -464,12 +468,12 @@ class Samples:
     def note_used(self, run: SampleRange) -> None:
         """Record that a leased run was used."""
         epoch, start, stop = run
-        places = self.left(epoch)[1]
-        found = [(epoch, start, stop)]
-        if places is not None:
-            found = [(epoch, place, place + 1) for place in places[start:stop].tolist()]
-        known = [(epoch, *part) for part in self._used.get(epoch, [])]
-        self._used[epoch] = [(a, b) for _, a, b in merged([*known, *found])]
+        places, used = self.left(epoch)[1], self._used.setdefault(epoch, Ranges())
+        if places is None:
+            used.add(start, stop)
+            return
+        for place in places[start:stop].tolist():
+            used.add(place, place + 1)
 
 
 class Leasing:
@@ -478,22 +482,52 @@ class Leasing:
     Attributes:
         queue: leased runs that were not given yet.
         loads: the number of times that the sampler was loaded.
+        pending: earlier epochs of which positions may come back.
+        target: the epoch of the worker's group; earlier epochs end at once.
+        closed: nothing is leased of this epoch behind what is queued.
     """
 
-    def __init__(self, samples: Samples, lease: Lessor, number: int, size: int) -> None:
-        self._samples, self._lease, self._number, self._size = samples, lease, number, size
+    def __init__(
+        self,
+        samples: Samples,
+        hand: InHand,
+        lease: Lessor,
+        number: int,
+        size: int,
+        wait: float,
+        shares: GroupShares | None,
+    ) -> None:
+        self._samples, self._hand, self._lease = samples, hand, lease
+        self._number, self._size, self._wait, self._shares = number, size, wait, shares
         self.queue: deque[SampleRange] = deque()
-        self.loads = 0
+        self.loads = self.target = 0
+        self.pending: list[int] = []
+        self.closed = False
 
     @property
     def key(self) -> int:
         """The number under which the hub keeps the sampler's books."""
         return self._number + GENERATION * self.loads
 
-    def load(self) -> None:
-        """Begin new books at the hub, after a checkpoint is loaded."""
+    def load(self, pending: Iterable[int]) -> None:
+        """Begin new books at the hub, after a checkpoint is loaded in which positions of these epochs are
+        left."""
+        self.clear()
+        self.pending = sorted(pending)
+        self.loads, self.target = self.loads + 1, 0
+
+    def clear(self) -> None:
+        """Forget leased positions."""
         self.queue.clear()
-        self.loads += 1
+        self.closed = False
+        if self._shares is not None:
+            self._shares.batches.ahead.clear()
+
+    def turn_back(self, runs: Sequence[SampleRange]) -> None:
+        """Queue runs again that were given and not used."""
+        self.queue.extendleft(reversed(runs))
+        if self._shares is not None:
+            self._shares.batches.turn_back()
 
     def next(self) -> tuple[int, int]:
         """Remove the first leased position; return its epoch and the position."""
@@ -502,21 +536,71 @@ class Leasing:
             self.queue.appendleft((epoch, place + 1, stop))
         return epoch, place
 
-    def ask(self, epoch: int, given: int, batch: int, wait: float) -> Leased:
-        """Lease samples of an epoch, for a worker that was given `given` samples in batches of `batch`.
+    def unfinished(self) -> list[int]:
+        """Return the epochs of which positions may come back, or are queued or in hand."""
+        there = (*self.queue, *self._hand.runs, *self._hand.seen)
+        return sorted({*self.pending, *(run[0] for run in there if run[0] >= 0)})
 
-        Raises RunError for a lease beyond the epoch's end.
+    def more(self, epoch: int, given: int, batch: int) -> bool:
+        """Queue newly leased positions, of pending epochs before those of `epoch`; return False at the end of
+        this worker's iteration.
+
+        All members of a group make equal requests and get equal answers.
+
+        Args:
+            given: the samples that the worker was given in this iteration.
+            batch: the samples of its largest batch.
         """
+        if self.closed or epoch < self.target:
+            self.closed = False
+            return False
+        for earlier in [each for each in self.pending if each != epoch]:
+            leased = self._ask(earlier, given, batch)
+            if self._take(leased):
+                return True
+            if leased.over and not self._may_come_back(leased):
+                self.pending.remove(earlier)
+        leased = self._ask(epoch, given, batch)
+        # Two workers may wait for each other's positions: then the hub answers both that the epoch is over.
+        if self._wait > 0 and not leased.over and leased.start >= leased.stop and not leased.length:
+            leased = self._ask(epoch, given, batch, self._wait)
+        if self._take(leased):
+            return True
+        kept = [] if leased.over and not self._may_come_back(leased) else [epoch]
+        self.pending = [*(each for each in self.pending if each != epoch), *kept]
+        return False
+
+    def _may_come_back(self, leased: Leased) -> bool:
+        """Return True if positions of an epoch that is over may come back, and so are to be asked for again.
+
+        With positions in hand others may hold positions too. Members of a group that make batches of their
+        parts have unlike batches in hand, by what their loaders fetch: for them the hub tells.
+        """
+        return self._hand.holds(leased.epoch) if self._shares is None else leased.held
+
+    def _ask(self, epoch: int, given: int, batch: int, wait: float = 0.0) -> Leased:
+        """Lease samples of an epoch. Raises RunError for a lease beyond the epoch's end."""
         length = len(self._samples.left(epoch)[0])
         if not length:
             return Leased(sampler=self.key, epoch=epoch, start=0, stop=0, over=True)
-        leased = self._lease(self.key, epoch, length, self._count(given, batch), wait)
+        if self._shares is None:
+            leased = self._lease(self.key, epoch, length, self._count(given, batch), wait)
+        else:
+            leased = self._lease(self.key, epoch, length, BATCHES, wait, self._shares.cut())
         if leased.stop > length:
             raise RunError(f"the hub leased samples to {leased.stop} of epoch {epoch}, which has {length}")
         return leased
 
-    def take(self, leased: Leased) -> bool:
+    def _take(self, leased: Leased) -> bool:
         """Queue a lease with its fills; return True if anything is queued."""
+        if leased.cut is not None:
+            assert self._shares is not None  # or there would be no `cut` in the request
+            for start, stop in self._shares.own(leased, leased.cut):
+                fills = start > stop
+                self.queue.append(
+                    (_filling(leased.epoch), 0, -stop) if fills else (leased.epoch, start, stop)
+                )
+            return bool(self.queue)
         missing = leased.length - (leased.stop - leased.start)
         if leased.start < leased.stop:
             self.queue.append((leased.epoch, leased.start, leased.stop))
@@ -532,11 +616,30 @@ class Leasing:
 
 
 class LeasedBatches(Sampler[list[int]]):
-    """Batches of a LeasedSampler, for `DataLoader(batch_sampler=...)`. `size()` returns the size of the next
-    batch."""
+    """Batches of a LeasedSampler, for `DataLoader(batch_sampler=...)`."""
 
-    def __init__(self, sampler: LeasedSampler, size: Callable[[], int]) -> None:
-        self.sampler, self._size = sampler, size
+    def __init__(
+        self,
+        sampler: LeasedSampler,
+        size: Callable[[], int],
+        shares: GroupShares | None = None,
+        was_left: Callable[[object], bool] = lambda _batches: False,
+    ) -> None:
+        """Make batches of the sampler's indices.
+
+        Args:
+            sampler: the sampler.
+            size: returns the size of the next batch, unless `shares` knows it.
+            shares: the parts in which the members of this worker's group take batches; None: workers are in
+                no groups.
+            was_left: returns True if the latest loop over these batches was left before its end.
+        """
+        self.sampler, self._size, self._shares, self._was_left = sampler, size, shares, was_left
+
+    @property
+    def knows_sizes(self) -> bool:
+        """True if the sampler knows the size of each batch that was given, as a group's member does."""
+        return self._shares is not None
 
     @property
     def epoch(self) -> int:
@@ -545,15 +648,27 @@ class LeasedBatches(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the sampler's epoch."""
-        self.sampler.set_epoch(epoch)
+        self.sampler.set_epoch(epoch, left=self._was_left(self))
 
     def __iter__(self) -> Iterator[list[int]]:
-        indices = iter(self.sampler)
-        while batch := list(islice(indices, self._size())):
+        # A DataLoader's new loop counts as the latest one once this has returned.
+        return self._give(self._was_left(self))
+
+    def _give(self, left: bool) -> Iterator[list[int]]:
+        self.sampler.end_loop(left=left)
+        indices, batches = iter(self.sampler), None if self._shares is None else self._shares.batches
+        for first in indices:  # only with it may more be leased, whose batches have known sizes
+            size = batches.ahead.popleft() if batches is not None and batches.ahead else self._size()
+            batch = [first, *islice(indices, size - 1)]
+            if batches is not None:
+                batches.give(len(batch))
             yield batch
 
     def __len__(self) -> int:
-        """Return an estimate of the number of batches, from the sampler's."""
+        """Return an estimate of the number of batches: for a group's members, who make equally many, as if
+        all groups made equally many too; else the worker's own."""
+        if self._shares is not None:
+            return -(-self.sampler.left // self._shares.whole())
         return -(-len(self.sampler) // self._size())
 
 

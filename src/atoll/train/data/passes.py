@@ -22,6 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from atoll.core.scriptline import script_line, script_number
 from atoll.core.stands import LOOP, UNKNOWN, Epoch
 from atoll.tensors.torch_patches import watch_loaders
+from atoll.train.data.leased_sampler import LeasedBatches
 
 _VARIABLES = ("epoch", "epoch_idx", "epoch_index")
 
@@ -118,6 +119,11 @@ class Passes:
         """Return the latest pass over data that this sampler deals; None if no DataLoader has it."""
         return self._dealt.get(sampler)
 
+    def was_left(self, sampler: object) -> bool:
+        """Return True if a DataLoader has this sampler, and its latest loop has not come to its end."""
+        latest = self.over(sampler)
+        return latest is not None and not latest.is_over
+
     # From the DataLoaders
 
     def began(self, iterator: object, loader: DataLoader[Any]) -> None:
@@ -126,6 +132,9 @@ class Passes:
         if loader.batch_size is None and type(loader.batch_sampler) is BatchSampler:  # the script's own
             this.batch_size = loader.batch_sampler.batch_size
             samplers.append(loader.batch_sampler.sampler)
+        samplers += [
+            each.sampler for each in samplers if isinstance(each, LeasedBatches) and each.knows_sizes
+        ]
         for sampler in samplers:
             with contextlib.suppress(TypeError):  # a list, say, which is no key
                 self._dealt[sampler] = this

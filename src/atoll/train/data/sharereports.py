@@ -22,19 +22,22 @@ from atoll.train.data.shares import ShareSchedule
 
 _OWN = 5  # values of a worker's report: seconds, samples, given ticks, epoch + 1, cap
 _FIELDS = _OWN + 1  # on a ring also each worker's part, as worker 0 has chosen it
-_FEW = 16  # workers whose parts a decision lists one by one
+_FEW = 16  # workers that a decision lists one by one
 
 
 class SharedBatches(Protocol):
-    """The sampler that deals by shares (`train/data/sampler.py`: BatchesSampler).
+    """The batches that follow shares: those that a sampler deals (`train/data/sampler.py`: BatchesSampler),
+    or that a group leases (`train/data/groupshares.py`: GroupShares).
 
     Attributes:
         given: the ticks given in this deal.
-        world: the number of members.
     """
 
     given: int
-    world: int
+
+    @property
+    def world(self) -> int:
+        """The number of members."""
 
     @property
     def epoch(self) -> int:
@@ -192,3 +195,10 @@ def _in_words(parts: Whole) -> str:
     if len(parts) <= _FEW:
         return ", ".join(map(str, parts.tolist()))
     return f"{parts.min()} to {parts.max()} each"
+
+
+def workers_in_words(names: Sequence[int]) -> str:
+    """Return the names of a few workers, or the number of many."""
+    if len(names) <= _FEW:
+        return f"workers {', '.join(map(str, names))}"
+    return f"{len(names)} workers"

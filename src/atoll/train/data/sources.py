@@ -17,6 +17,7 @@ from atoll.core.errors import UserError
 from atoll.groups.shares import Whole, are_held, even, scaled
 from atoll.train.checkpoint.resume import AnySampler, TrainingState
 from atoll.train.data.costs import Costs
+from atoll.train.data.groupshares import GroupShares, MemberRing
 from atoll.train.data.leased_sampler import LeasedBatches, LeasedSampler
 from atoll.train.data.peerssampler import PeerBatches
 from atoll.train.data.sampler import BatchesSampler, ShardedSampler
@@ -24,8 +25,11 @@ from atoll.train.data.sharereports import ShareReports
 from atoll.train.data.shares import ShareSchedule
 from atoll.train.members.regrouping import Leases
 from atoll.train.sync.peers import Peers
+from atoll.wire.messages import MOST_CUT
 
 OnIndex = Callable[[AnySampler], None]
+WasLeft = Callable[[object], bool]
+Fill = Callable[[], int]  # returns the samples of a fill
 Arguments = Mapping[str, Any]  # seed, shuffle and drop_last
 
 
@@ -46,10 +50,12 @@ class SamplerSource(Protocol):
         ahead: int | None,
         order: Arguments,
         on_index: OnIndex,
+        was_left: WasLeft,
         costs: Costs | None = None,
     ) -> BatchesSampler | LeasedBatches | PeerBatches:
         """Return this worker's part of batches of `whole` samples, by the samples' `costs` if there are any.
-        A loader fetches up to `ahead` batches before their use."""
+        A loader fetches up to `ahead` batches before their use. `was_left` says of what is returned whether
+        the latest loop over it was left before its end."""
 
     def catch_up(self) -> None:
         """Bring this worker to the place of the others, between two loops over a loader."""
@@ -93,12 +99,7 @@ class UnevenShares:
             return None
         if self._sync.shares == "even":
             least = 0
-        if whole < world * least:
-            raise UserError(
-                f"sync.global_batch = {whole} is too small to give each of {world} workers {least} "
-                f"sample{'s' * (least != 1)}, the least of uneven parts (sync.least): set sync.global_batch "
-                f"to {world * least} or more, or sync.shares to even"
-            )
+        _check_least(whole, world, least)
         self._check_named(world)
         most = self._most(world)
         if line := self._is_beyond(whole, most, self._weights(world)):
@@ -109,6 +110,38 @@ class UnevenShares:
         forgotten = _nothing if reports is None else reports.forget
         first, caps = partial(self._first, whole, least), partial(self._caps, whole)
         return ShareSchedule(first, world, least, forgotten, caps)
+
+    def in_group(
+        self, ring: MemberRing, members: Callable[[], int], least: Callable[[], int], whole: int, fill: Fill
+    ) -> GroupShares:
+        """Return the parts in which the members of a group take their part of batches of `whole` samples,
+        where each group leases data at its own pace.
+
+        Args:
+            ring: the group's ring.
+            members: returns the number of workers that share a batch, in all groups.
+            least: returns the least samples of a member that gets any, in uneven parts.
+            whole: the samples of a batch.
+            fill: returns the samples of a fill.
+
+        Raises UserError for a batch that cannot be cut.
+        """
+        if whole >= MOST_CUT:
+            raise UserError(f"sync.global_batch = {whole} is too large: groups cut batches below {MOST_CUT}")
+        reports = None if self._is_followed else self._reports
+        if reports is not None:
+            _check_least(whole, members(), least())
+            self._is_followed = True
+        return GroupShares(
+            ring,
+            reports,
+            whole=lambda: max(whole, members()),  # at least 1 for each
+            part_of=lambda name: _part_of(whole, name, members()),
+            workers=members,
+            cap_of=(lambda _name: 0) if reports is None else partial(cap_of, self._sync),
+            least=fill if reports is None else least,
+            fill=fill,
+        )
 
     def follow(self, sampler: BatchesSampler, schedule: ShareSchedule, whole: int) -> None:
         """Note the sampler that deals by `schedule`."""
@@ -164,6 +197,16 @@ class UnevenShares:
         return scaled(weights, whole, least, most if are_held(whole, weights, most) else 0)
 
 
+def _check_least(whole: int, world: int, least: int) -> None:
+    """Raise UserError if a batch of `whole` samples has too few for `world` workers."""
+    if whole < world * least:
+        raise UserError(
+            f"sync.global_batch = {whole} is too small to give each of {world} workers {least} "
+            f"sample{'s' * (least != 1)}, the least of uneven parts (sync.least): set sync.global_batch "
+            f"to {world * least} or more, or sync.shares to even"
+        )
+
+
 def cap_of(sync: Sync, name: int) -> int:
     """Return the most samples of the worker of this name, as the configuration gives it; 0: no limit."""
     cap = sync.memory_cap
@@ -213,9 +256,10 @@ class DealtData:
         ahead: int | None,
         order: Arguments,
         on_index: OnIndex,
+        was_left: WasLeft,
         costs: Costs | None = None,
     ) -> BatchesSampler:
-        del ahead  # workers report what their loaders have fetched
+        del ahead, was_left  # workers report what their loaders have fetched
         state, shares, least = self._state, self._shares, self._least()
         schedule = None if shares is None else shares.schedule(whole, state.world, least)
         by_cost = None if costs is None else ShareSchedule(partial(even, whole), state.world, least)
@@ -260,8 +304,10 @@ class NodesData:
         ahead: int | None,
         order: Arguments,
         on_index: OnIndex,
+        was_left: WasLeft,
         costs: Costs | None = None,
     ) -> PeerBatches:
+        del was_left  # nodes agree on what was used
         check("call", Choices({"call": "session.batches", "data": "nodes", "cost": costs is not None}))
         least = self._least()
         self._peers.check_alike("session.batches", dataset, **order, ahead=ahead, least=least)
@@ -291,6 +337,8 @@ class LeasedData:
         members: returns the number of workers that share a batch.
         wait: seconds for which the hub may hold up a lease.
         warn_once: prints a line once for a subject.
+        in_group: returns the parts in which a group's members take batches, given the samples of a batch in
+            all groups, and what returns those of a fill; None: workers are in no groups.
     """
 
     def __init__(
@@ -301,11 +349,18 @@ class LeasedData:
         members: Callable[[], int],
         wait: float,
         warn_once: Callable[[str, str], None],
+        in_group: Callable[[int, Fill], GroupShares] | None = None,
     ) -> None:
         self._state, self._leases, self._samplers = state, leases, samplers
         self._members, self._wait, self._warn_once = members, wait, warn_once
+        self._in_group = in_group
 
     def sampler(self, dataset: Sized, order: Arguments, on_index: OnIndex) -> LeasedSampler:
+        return self._sampler(dataset, order, on_index, None)
+
+    def _sampler(
+        self, dataset: Sized, order: Arguments, on_index: OnIndex, shares: GroupShares | None
+    ) -> LeasedSampler:
         facts = {"call": "session.sampler", "data": "leased", "drop_last": order["drop_last"]}
         check("call", Choices(facts))
         made = LeasedSampler(
@@ -318,6 +373,7 @@ class LeasedData:
             wait=self._wait,
             on_index=on_index,
             mixes=partial(self._warn_once, "late samples"),
+            shares=shares,
         )
         self._state.samplers.append(made)
         self._samplers.append(made)
@@ -330,12 +386,18 @@ class LeasedData:
         ahead: int | None,
         order: Arguments,
         on_index: OnIndex,
+        was_left: WasLeft,
         costs: Costs | None = None,
     ) -> LeasedBatches:
         del ahead  # the hub leases as data is needed
         check("call", Choices({"call": "session.batches", "data": "leased", "cost": costs is not None}))
-        leased = self.sampler(dataset, order, on_index)
-        return LeasedBatches(leased, lambda: _part_of(whole, self._state.rank, self._members()))
+        fill = partial(_fill_for, self._state)
+        shares = None if self._in_group is None else self._in_group(whole, fill)
+        leased = self._sampler(dataset, order, on_index, shares)
+        return LeasedBatches(leased, partial(self._size, whole), shares, was_left)
+
+    def _size(self, whole: int) -> int:
+        return _part_of(whole, self._state.rank, self._members())
 
     def catch_up(self) -> None:
         """Do nothing: no worker waits for the others at the end of a loop."""

@@ -25,9 +25,11 @@ from atoll.observe.notices import Notices
 from atoll.train.members.heartbeats import HeartbeatSender
 from atoll.train.sync.links import LinkEnd
 from atoll.wire.messages import (
+    MOST_CUT,
     VERSION,
     AnyMessage,
     Beat,
+    Cut,
     Enter,
     Gather,
     Gathered,
@@ -113,6 +115,7 @@ class HubClient:
         iteration: the number of committed iterations, set by the session and sent in heartbeats.
         welcome: the hub's answer to `join`; None before, and after `goodbye`.
         seconds_waited: the seconds waited for leases so far.
+        workers: the number of the run's living workers, by the latest lease; 0: not known yet.
         size: the bytes of this worker's gradients, sent in heartbeats.
         batch: the samples of its latest iteration, sent in heartbeats.
         late: True if the ring was under way when this worker came.
@@ -132,7 +135,7 @@ class HubClient:
     ) -> None:
         self.iteration = 0
         self.welcome: Welcome | None = None
-        self.seconds_waited = 0.0
+        self.seconds_waited, self.workers = 0.0, 0
         self._address, self._run = address, run
         self._launcher, self._without, self.notices = launcher, without, notices or Notices()
         self._hub = HubConnection(address, keys, timeout)
@@ -336,6 +339,7 @@ class HubClient:
         wait: float | None = None,
         contributor: int = 0,
         block: int = 0,
+        cut: Cut | None = None,
     ) -> Leased:
         """Lease up to `count` positions of an epoch of `length` samples.
 
@@ -351,6 +355,7 @@ class HubClient:
             wait: seconds to ask again; None: until the timeout.
             contributor: of a group's member, the group (wire/messages.py: Lease).
             block: of a group's member, the block's number (wire/messages.py: Lease).
+            cut: of a group's member, the parts in which members take batches (wire/messages.py: Lease).
         """
         request = Lease(
             incarnation=self._incarnation,
@@ -360,6 +365,7 @@ class HubClient:
             count=count,
             contributor=contributor,
             block=block,
+            cut=cut,
         )
         start, pause = time.monotonic(), _ASK_AGAIN[0]
         while True:
@@ -386,14 +392,18 @@ class HubClient:
         request = msgspec.structs.replace(request, number=self._leases)
         leased = self._ask(request, Leased, what, number=self._leases)
         is_of_it = (leased.sampler, leased.epoch) == (request.sampler, request.epoch)
-        if not is_of_it or not leased.start <= leased.stop <= min(
-            request.length, leased.start + request.count
-        ):
+        most = request.count
+        if leased.cut is not None:  # then they are of batches
+            whole = sum(leased.cut.parts.values()) or len(leased.cut.parts)
+            is_of_it = is_of_it and request.cut is not None and whole < MOST_CUT
+            most *= whole
+        if not is_of_it or not leased.start <= leased.stop <= min(request.length, leased.start + most):
             raise RunError(
                 f"hub at {self._address} leased samples {leased.start} to {leased.stop} of epoch "
-                f"{leased.epoch}, where up to {request.count} of the {request.length} of epoch "
+                f"{leased.epoch}, where up to {most} of the {request.length} of epoch "
                 f"{request.epoch} were asked for"
             )
+        self.workers = leased.workers or self.workers
         return leased
 
     def check(self) -> None:

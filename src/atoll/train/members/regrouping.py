@@ -25,7 +25,7 @@ from atoll.train.members.attendance import Attendance
 from atoll.train.members.hub_client import HubClient
 from atoll.train.sync.servedmodels import ServedModels
 from atoll.train.sync.uplink import Speaker
-from atoll.wire.messages import Arrive, Grouped, Leased, Reformed
+from atoll.wire.messages import Arrive, Cut, Grouped, Leased, Reformed
 
 ARRIVING = "arriving"  # the name of a group's Arrive, which is sent again until answered
 
@@ -82,13 +82,17 @@ class Leases:
         self._contributor = 0  # the worker's group; 0: the worker leases for itself
         self._blocks: dict[tuple[int, int], int] = {}  # (sampler, epoch) -> number of the last block
 
-    def lease(self, sampler: int, epoch: int, length: int, count: int, wait: float) -> Leased:
-        """Lease positions of an epoch (see `HubClient.lease`)."""
+    def lease(
+        self, sampler: int, epoch: int, length: int, count: int, wait: float, cut: Cut | None = None
+    ) -> Leased:
+        """Lease positions of an epoch (see `HubClient.lease`). `cut`: the parts in which a group's members
+        take each of `count` batches; a worker that is in no group takes such batches whole."""
         if not self._contributor:
-            return self._hub.lease(sampler, epoch, length, count, wait)
+            own = count if cut is None else count * sum(cut.parts.values())
+            return self._hub.lease(sampler, epoch, length, own, wait)
         block = self._blocks.get((sampler, epoch), 0) + 1
         leased = self._hub.lease(
-            sampler, epoch, length, count, wait, contributor=self._contributor, block=block
+            sampler, epoch, length, count, wait, contributor=self._contributor, block=block, cut=cut
         )
         if leased.block:
             self._blocks[sampler, epoch] = block

@@ -107,11 +107,14 @@ def serve_group(
     ring, feedback = together.ring, feedback_of(chunks, connection)
     whole = calls.whole
     calls = replace(calls, whole=lambda own: together.weighs(whole(own)))
+    # Reports on speed: under bsp they go to all groups, by the log; else to this group's members.
+    silent = replace(calls, shares=None)
+    in_ring, at_log = (silent, calls) if policy == "bsp" else (calls, silent)
     carry = partial(RingBuckets, least=message_bytes)
     over_ring = partial(
         RingSum,
         ring=ring,
-        calls=replace(calls, shares=None),  # reports on speed go to all groups, by the log
+        calls=in_ring,
         # bsp: the sum stays beside this member's gradients, to be sent again if a member is lost meanwhile.
         carry=carry if held is None else partial(TierCarrier, held=held, stays=policy == "bsp"),
         settings=settings,
@@ -128,7 +131,7 @@ def serve_group(
     parts = Parts(
         chunks=chunks,
         connection=connection,
-        calls=calls,
+        calls=at_log,
         make_sum=over_ring,
         make_store=make_store,
         speaker=Uplink(choice, ring, chunks, feedback),

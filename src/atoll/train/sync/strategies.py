@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from atoll.chunks import ChunkMap
 from atoll.core import points
-from atoll.core.config import Config
+from atoll.core.config import Config, Sync
 from atoll.core.errors import RunError, UserError
 from atoll.core.optimizerkind import OptimizerKind
 from atoll.exchange.codecs import codec_named
@@ -388,6 +388,19 @@ def _settings(training: Training, *, scheduled: bool) -> Settings:
 SET_UP, STATE = "set-up", "state"  # resend topics
 
 
+_DEALING = ("global_batch", "global_tokens", "shares", "least", "memory_cap")
+_MOST_SHOWN = 160  # characters
+
+
+def _dealing_of(sync: Sync) -> dict[str, str]:
+    """Return the settings by which data is dealt, for the shards to compare; long ones with a digest."""
+    found = {f"sync.{key}": str(getattr(sync, key)) for key in _DEALING}
+    for key, value in found.items():
+        if len(value) > _MOST_SHOWN:
+            found[key] = f"{value[:_MOST_SHOWN]}... ({hashlib.sha256(value.encode()).hexdigest()[:16]})"
+    return found
+
+
 class ServedModel:
     """One model at the shards."""
 
@@ -525,7 +538,8 @@ class ServedModel:
     def _await_ready(self, what: str = "worker 0's description of the model") -> None:
         shards = self._service.shards
         self._ready.clear()
-        asked = Ready(digest=self._digest(), number=self._number, codec=self._training.config.sync.codec)
+        sync = self._training.config.sync
+        asked = Ready(digest=self._digest(), number=self._number, codec=sync.codec, dealing=_dealing_of(sync))
         shards.ask(range(len(shards)), asked, SET_UP, self._ready, what)
 
     def fetch_parameters(self) -> None:
@@ -571,6 +585,7 @@ class ServedModel:
             consumed=self.exchange.consumed,
             finite=training.config.sync.nonfinite != "allow",
             codec=sync.codec,
+            dealing=_dealing_of(sync),
         )
 
     def _digest(self) -> str:
