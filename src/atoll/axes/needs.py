@@ -900,8 +900,8 @@ def _of_calls() -> Iterator[Need]:
         (
             "weightless",
             "the gradients of a batch of weight 0 were added to those of an earlier backward of the same "
-            "step, and count with them; call optimizer.step() and optimizer.zero_grad() between the two, or leave "
-            "out the backward of a batch that is to count nothing",
+            "step, and count with them; call optimizer.step() and optimizer.zero_grad() between the two, or "
+            "leave out the backward of a batch that is to count nothing",
         ),
     )
     for name, why in rows:
