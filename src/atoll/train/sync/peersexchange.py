@@ -471,10 +471,18 @@ class PeerExchange(Reducer):
         self._end_step()
 
     def settle(self, *, takes: bool = True) -> None:
-        """Wait until all contributions of this node are applied, and take those parameters; with `takes`
-        False leave the present ones as the script has them."""
-        if self.parameters.memory is not None:
-            self._coming.take(self.steps, self.steps, "all that was contributed to be applied: ", takes=takes)
+        """Wait until all contributions of this node are applied, and take those parameters.
+
+        Values that the script has written stay as they are, as an average of the weights for an evaluation
+        does; so do all with `takes` False.
+        """
+        parameters = self.parameters
+        if parameters.memory is None:
+            return
+        self._coming.take(self.steps, self.steps, "all that was contributed to be applied: ", takes=False)
+        is_here = takes and parameters.is_newer and self._worker.returned is None
+        if is_here and not parameters.changed():
+            parameters.take_newest()
 
     def catch_up(self) -> None:
         """Return when all contributions of this node are applied, so that it is a member.
