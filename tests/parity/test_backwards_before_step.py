@@ -16,9 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 import atoll
 from atoll.core.config import Groups
+from atoll.core.errors import UserError
 from atoll.groups.grouping import Grouping
 from atoll.hub.planner import GroupingSettings
 from atoll.train.sync.client import Outgoing, ServerClient
+from atoll.train.sync.peersworker import NodeWorker
+from atoll.wire.device import Contribute
 from support.parity import ALONE, await_groups
 from support.pool import WorkerPool
 from support.runs import KINDS, model, run_at, run_with
@@ -63,10 +66,12 @@ def loop(
     seen = []
     for step in steps:
         for part in range(PARTS):
-            batches = [batch(rank, step, part, how == "uneven") for rank in range(world)]
+            batches = [batch(rank, step, part, how.startswith("uneven")) for rank in range(world)]
             samples = sum(map(len, batches))
             for rank in ranks:
                 share = 1.0 if len(ranks) < world else len(batches[rank]) / samples
+                if how == "uneven by sums" and len(ranks) == world:
+                    share = sum(SAMPLES) / (world * sum(SAMPLES))  # of all parts: each worker has as many
                 (net(batches[rank]).square().mean() * share).backward()
             if part < PARTS - 1:
                 treat(net, how)
@@ -106,8 +111,14 @@ HOW = ["as they are", "uneven", "clipped", "edited", "left out"]
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("kind", ["ring", "server", "ps-hra", "tiers", "server tiers"])
+@pytest.mark.parametrize(
+    "kind", ["ring", "server", "ps-hra", "tiers", "server tiers", "peers", "peers tiers"]
+)
 def test_gradients_of_several_backwards_add_up(pool: WorkerPool, kind: str, how: str) -> None:
+    """At peers the mean is by the nodes' samples of all backwards, unless the script uses the mean between
+    them."""
+    if kind.startswith("peers") and how == "uneven":
+        how = "uneven by sums"
     check(run_at(pool, kind, train, ALONE, how, world=2), plain(2, ALONE, how))
 
 
@@ -128,7 +139,11 @@ def test_in_groups_they_add_up(pool: WorkerPool, store: str, how: str) -> None:
 
 # -- what they weigh where gradients leave at the step -------------------------------------------------------
 
-AT_THE_STEP = ["asp", *(pytest.param(kind, marks=pytest.mark.check) for kind in ("ssp", "ps-hra asp"))]
+AT_THE_STEP = [
+    "asp",
+    "peers",
+    *(pytest.param(kind, marks=pytest.mark.check) for kind in ("ssp", "ps-hra asp", "peers stale")),
+]
 WAYS = ["whole", "parts", "checkpoint"]
 
 
@@ -144,15 +159,20 @@ def compute(net: nn.Module, x: Tensor, way: str) -> Tensor:
 
 
 def told_by(session: atoll.Session, act: Any) -> tuple[list[tuple[float, float]], float]:
-    """What this worker's contributions weigh, and their samples, as the shards are told while it acts; and
+    """What this worker's contributions weigh, and their samples, as shards or peers are told as it acts; and
     the samples of all workers by then."""
-    told, commit = list[tuple[float, float]](), ServerClient.commit
+    told, commit, send = list[tuple[float, float]](), ServerClient.commit, NodeWorker.send
 
     def noted(client: ServerClient, out: Outgoing, *arguments: Any) -> None:
         told.append((out.own.weight, out.own.samples))
         commit(client, out, *arguments)
 
-    with patch.object(ServerClient, "commit", noted):
+    def sent(node: NodeWorker, message: Any) -> None:
+        if isinstance(message, Contribute):
+            told.append((message.weight, message.samples))
+        send(node, message)
+
+    with patch.object(ServerClient, "commit", noted), patch.object(NodeWorker, "send", sent):
         act()
         session.barrier()
     return told, session._state.prepared[0].reducer.consumed
@@ -265,3 +285,24 @@ def test_of_several_models_each_backward_counts_once(pool: WorkerPool, kind: str
         # The critic's batch of 4 and of 2; then 2 at both models.
         assert told == [(6.0, 6.0), (2.0, 4.0)] * 2
         assert consumed == 20.0
+
+
+def a_batch_of_weight_0(session: atoll.Session, first: float) -> str:
+    net, optimizer = made()
+    session.prepare(net, optimizer)
+    for part, weight in enumerate((first, 0.0)):
+        session.weight(weight)
+        loss = compute(net, batch(session.rank, 0, part, uneven=False), "whole")
+        try:
+            loss.backward()
+        except UserError as error:
+            return str(error)
+    optimizer.step()
+    return ""
+
+
+@pytest.mark.parametrize("kind", ["asp", "peers stale", pytest.param("ssp", marks=pytest.mark.check)])
+def test_a_batch_of_weight_0_is_refused_among_gradients_that_count(pool: WorkerPool, kind: str) -> None:
+    (line,) = run_at(pool, kind, a_batch_of_weight_0, 4.0, world=1)
+    assert line.startswith("the gradients of a batch of weight 0 were added to those of an earlier backward")
+    assert run_at(pool, kind, a_batch_of_weight_0, 0.0, world=1) == [""]

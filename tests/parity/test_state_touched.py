@@ -8,6 +8,7 @@ import io
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -18,6 +19,9 @@ from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 
 import atoll
 from atoll.core.errors import UserError
+from atoll.train.sync.peersexchange import PeerExchange
+from atoll.train.sync.peersparameters import LocalParameters
+from atoll.wire.device import Published
 from support.pool import JobFailedError, WorkerPool
 from support.runs import KINDS, PACES, model, run_at, run_with
 
@@ -236,14 +240,63 @@ def check(found: list[Any], right: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["AdamW", "momentum", "Adafactor"])
-# Under peers a node's parameters may be its own for a while, and so what it writes to them.
 @pytest.mark.parametrize(
     ("kind", "touch"),
-    [(k, t) for k in KINDS for t in CHANGES if not (k.startswith("peers") and t == merges.__name__)],
+    [(k, t) for k in KINDS for t in CHANGES],
 )
 def test_a_touch_has_plain_torchs_effect(pool: WorkerPool, kind: str, touch: str, name: str) -> None:
     for found in run_at(pool, kind, train, name, [touch], world=1 if kind == "asp" else WORLD):
         check(found, plain(1 if kind == "asp" else WORLD, name, touch))
+
+
+def announced_again(session: atoll.Session, then: str) -> list[Tensor]:
+    """A CPU side announces the same parameters a second time, while the script's writes are in them."""
+    announced, handle = [], LocalParameters._handle_published
+
+    def noted(local: LocalParameters, message: Published) -> None:
+        announced.append(message)
+        handle(local, message)
+
+    with patch.object(LocalParameters, "_handle_published", noted):
+        net = model()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        session.prepare(net, optimizer)
+        step_of(net, [optimizer], [session.rank], 0)
+        session.barrier()
+        before = [p.detach().clone() for p in net.parameters()]
+        with torch.no_grad():
+            for p in net.parameters():
+                p.mul_(1.01)
+        exchange = session._state.prepared[0].reducer
+        assert isinstance(exchange, PeerExchange)
+        exchange.parameters._handle_published(announced[-1])
+        if then == "state":
+            optimizer.state.clear()
+        elif then == "barrier":
+            session.barrier()
+        elif then == "reduce":
+            session.reduce(1.0)
+        for p, former in zip(net.parameters(), before, strict=True):
+            assert torch.equal(p, former * 1.01)
+            if then != "state":
+                p.data.copy_(former)
+        step_of(net, [optimizer], [session.rank], 1)
+        session.barrier()
+        return [p.detach().clone() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("kind", ["peers", "peers tiers", "peers stale"])
+@pytest.mark.parametrize("then", ["state", "barrier", "reduce"])
+def test_parameters_that_come_do_not_overwrite_the_scripts(pool: WorkerPool, kind: str, then: str) -> None:
+    """A script may write an average of the weights for an evaluation, and then takes it back."""
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    step_of(net, [optimizer], [0], 0)
+    if then == "state":
+        merges(optimizer, list(net.parameters()))
+    right = step_of(net, [optimizer], [0], 1)
+    for found in run_at(pool, kind, announced_again, then, world=1):
+        check_equal(found, right)
 
 
 @pytest.mark.parametrize("touch", ["prunes", "clears", "deletes"])

@@ -654,6 +654,11 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         "a backward of step 3 ends after another node's script has used the mean",
         "in which the others' gradients came, as they do",
     ),
+    "gradients-weightless": (
+        Choices({**USE, "gradients": "weightless"}),
+        "the gradients of a batch of weight 0 were added to those of an earlier backward of the same step",
+        "or leave out the backward of a batch that is to count nothing",
+    ),
     "own-data-groups": (
         Choices({**OWN_DATA, "group": "ring", "sync": "asp", "sync.consistency": "asp"}),
         "session.epoch_of: under sync.consistency asp groups move between epochs of their workers' own data",

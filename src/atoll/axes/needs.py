@@ -897,6 +897,12 @@ def _of_calls() -> Iterator[Need]:
             "from which this node's are missing; make the backward before the call (session.reduce, say) in "
             "which the others' gradients came, as they do",
         ),
+        (
+            "weightless",
+            "the gradients of a batch of weight 0 were added to those of an earlier backward of the same "
+            "step, and count with them; call optimizer.step() and optimizer.zero_grad() between the two, or "
+            "leave out the backward of a batch that is to count nothing",
+        ),
     )
     for name, why in rows:
         yield Need(

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from atoll.axes.choices import Choices
+from atoll.axes.needs import check
 from atoll.train.gradients.samples import ContributionWeight
 
 
@@ -33,8 +35,18 @@ class SinceStep:
             left = self._left()
             self._weights = {place: weight for place, weight in self._weights.items() if left[place]}
 
-    def add(self, own: ContributionWeight) -> None:
-        """Add the contribution of a reduction."""
+    def drop_weights(self) -> None:
+        """Forget all weights: the gradients that are left are the mean of all workers' by now."""
+        self._weights.clear()
+
+    def add(self, own: ContributionWeight, *, adds: bool = False) -> None:
+        """Add the contribution of a reduction.
+
+        Raises UserError for a batch of weight 0 whose gradients are among those that count: nobody can take
+        them out. `adds`: True if this reduction has added gradients of this worker's to those that are left.
+        """
+        if adds and own.weight <= 0 and not own.by_optimizer and self._weights.get(0, 0.0) > 0:
+            check("call", Choices({"call": "p.grad", "gradients": "weightless"}))
         self._latest = own
         self._samples += own.samples
         if self._places is None:
@@ -42,6 +54,13 @@ class SinceStep:
         for place in self._places:
             new, before = own.of(place), self._weights.get(place, 0.0)
             self._weights[place] = before + new.weight if new.samples or not before else before
+
+    @property
+    def so_far(self) -> ContributionWeight:
+        """The contribution to a step of the first optimizer, as it would be now."""
+        return msgspec.structs.replace(
+            self._latest, weight=self._weights.get(0, 0.0), samples=self._samples, by_optimizer=()
+        )
 
     def take(self, place: int = 0, *, accepted: bool, follows: bool = False) -> ContributionWeight:
         """Return the contribution to the step of the optimizer at `place`, which ends the sum.

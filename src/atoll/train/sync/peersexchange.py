@@ -30,6 +30,7 @@ from atoll.tensors.binding import BoundChunk
 from atoll.tensors.torch_patches import clipped_at
 from atoll.train.gradients.reducer import Calls, Clipping, Reducer
 from atoll.train.gradients.samples import ContributionWeight
+from atoll.train.gradients.sincestep import SinceStep
 from atoll.train.gradients.sums import MakeSum, OwnAtEnd
 from atoll.train.gradients.watch import EditWatch
 from atoll.train.sync.peersmean import NodesMean, ReadMean
@@ -283,6 +284,7 @@ class PeerExchange(Reducer):
         self._script = ScriptState(worker, parts.capture)
         self._computing, self._left = 0.0, 0.0  # smoothed seconds between two steps; the end of the last step
         self._clip: Clip | None = None  # the clipping that the script asked of this iteration's mean
+        self._since_step = SinceStep(calls.left)
         self._weighed = ContributionWeight(0.0, 0.0)  # this iteration's contribution
         self._refused = False  # True if no node may make this iteration's step
         # True if the gradients' parameters are from before the others went on without this node:
@@ -350,7 +352,7 @@ class PeerExchange(Reducer):
     def reduce(self) -> None:
         """Finish the iteration's gradients after backward. Nothing leaves the node before `step`."""
         self._come()
-        self._weigh(self.contribute())
+        self._weigh(self.contribute(), adds=self.phase.unsent)
         if self._weighed.weight <= 0:  # gradients of weight 0 may be NaN: show none, like a ring
             for bound in self._chunks:
                 for parameter in bound.parameters:
@@ -373,6 +375,7 @@ class PeerExchange(Reducer):
 
     def begins_backward(self) -> None:
         self._mean.begins_backward()
+        self._since_step.look()
         super().begins_backward()
 
     def _sum_up(self) -> None:
@@ -395,11 +398,22 @@ class PeerExchange(Reducer):
         self._worker.take(f"the end of iteration {self.steps}'s backward")
         self._worker.at = max(self._worker.at, self.steps)
         self._script.give(self.steps)
+        if not self.phase.unsent:  # no backward has begun since the reduction before
+            with self._mean.plain():
+                self._since_step.look()
 
-    def _weigh(self, own: ContributionWeight) -> None:
-        """Set this iteration's contribution; it weighs 0 if its gradients are of parameters that are too
-        old."""
-        self._weighed = ContributionWeight(0.0, own.samples) if self._stale else own
+    def _weigh(self, own: ContributionWeight, *, adds: bool = False) -> None:
+        """Add a reduction's part to this iteration's contribution; it weighs 0 if its gradients are of
+        parameters that are too old. `adds` as in SinceStep.
+
+        Where the mean of the backwards before is in `p.grad`, on every node alike, the latest one's weights
+        alone make the mean of all.
+        """
+        if self._mean.is_here:
+            self._since_step.drop_weights()
+        self._since_step.add(own, adds=adds)
+        so_far = self._since_step.so_far
+        self._weighed = ContributionWeight(0.0, so_far.samples) if self._stale else so_far
 
     def before_step(self, follows: bool = False) -> None:
         self.parameters.check_unchanged()
@@ -411,6 +425,7 @@ class PeerExchange(Reducer):
     def note_zeros(self, parameters: Iterable[nn.Parameter]) -> None:
         with self._mean.plain():
             super().note_zeros(parameters)
+            self._since_step.look()
 
     def begins_step(self) -> None:
         self._mean.put_back()
@@ -442,6 +457,7 @@ class PeerExchange(Reducer):
         note = Said(self._node_pace(), gradients_in(self.steps, waiting_line(), self._calls.epoch()))
         if self._worker.returned is None:  # otherwise the contribution counts nowhere
             self._hand_over(accepted, hyperparameters, note)
+        self._since_step.take(accepted=accepted)
         self._clip, self._stale, self._refused = None, False, False
         if self._left:
             computing = began - self._left
@@ -455,10 +471,18 @@ class PeerExchange(Reducer):
         self._end_step()
 
     def settle(self, *, takes: bool = True) -> None:
-        """Wait until all contributions of this node are applied, and take those parameters; with `takes`
-        False leave the present ones as the script has them."""
-        if self.parameters.memory is not None:
-            self._coming.take(self.steps, self.steps, "all that was contributed to be applied: ", takes=takes)
+        """Wait until all contributions of this node are applied, and take those parameters.
+
+        Values that the script has written stay as they are, as an average of the weights for an evaluation
+        does; so do all with `takes` False.
+        """
+        parameters = self.parameters
+        if parameters.memory is None:
+            return
+        self._coming.take(self.steps, self.steps, "all that was contributed to be applied: ", takes=False)
+        is_here = takes and parameters.is_newer and self._worker.returned is None
+        if is_here and not parameters.changed():
+            parameters.take_newest()
 
     def catch_up(self) -> None:
         """Return when all contributions of this node are applied, so that it is a member.

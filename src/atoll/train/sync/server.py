@@ -633,7 +633,7 @@ class ValuesExchange(StepExchange):
     def _is_whole(self, own: ContributionWeight, of_group: ContributionWeight) -> None:
         """Keep the contribution: nothing leaves before `step`."""
         self.connection.members.over()
-        self._since_step.add(own)
+        self._since_step.add(own, adds=self.phase.unsent)
         super()._is_whole(own, of_group)
 
     @torch.no_grad()
