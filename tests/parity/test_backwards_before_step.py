@@ -13,6 +13,7 @@ from kinds import check_equal
 from test_groups_parity import score_for
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
 import atoll
 from atoll.core.config import Groups
@@ -285,6 +286,99 @@ def test_of_several_models_each_backward_counts_once(pool: WorkerPool, kind: str
         # The critic's batch of 4 and of 2; then 2 at both models.
         assert told == [(6.0, 6.0), (2.0, 4.0)] * 2
         assert consumed == 20.0
+
+
+def parts_of_a_batch(session: atoll.Session, way: str) -> tuple[list[tuple[float, float]], float]:
+    """Several backwards of one batch of the session's sampler, of 4 samples of 6 tokens: by windows of
+    tokens, by samples with the tokens first, or of two losses."""
+    net, optimizer = made()
+    session.prepare(net, optimizer)
+    made_by = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(8, 6, 32, dtype=torch.float64, generator=made_by))
+    loader = DataLoader(data, batch_size=4, sampler=session.sampler(data, shuffle=False))
+
+    def steps() -> None:
+        for (x,) in loader:
+            parts = {
+                "windows": x.split(2, 1),
+                "tokens first": x.transpose(0, 1).split(2, 1),
+                "rows": x.reshape(-1, 32).split(8),
+                "two losses": (x, x + 1),
+            }[way]
+            for part in parts:
+                if way != "two losses":
+                    session.weight({"tokens first": 12}.get(way, 8))
+                compute(net, part, "whole").backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return told_by(session, steps)
+
+
+@pytest.mark.parametrize("kind", AT_THE_STEP)
+@pytest.mark.parametrize("way", ["windows", "tokens first", "rows", "two losses"])
+def test_each_weight_that_the_script_gives_counts(pool: WorkerPool, kind: str, way: str) -> None:
+    """The sampler's samples count once, with the first backward."""
+    for told, consumed in run_at(pool, kind, parts_of_a_batch, way, world=1):
+        assert told == [(4.0 if way == "two losses" else 24.0, 4.0)] * 2
+        assert consumed == 8.0
+
+
+def dropped_by_hand(session: atoll.Session, way: str) -> tuple[list[tuple[float, float]], float]:
+    net, optimizer = made()
+    session.prepare(net, optimizer)
+
+    def steps() -> None:
+        for step in range(2):
+            for part in (0, 1):
+                x = batch(session.rank, step, part, uneven=True)
+                session.weight(len(x))
+                compute(net, x, "parts").backward()
+                if part == 0:
+                    for p in net.parameters():
+                        if way == "None":
+                            p.grad = None
+                        elif p.grad is not None:
+                            p.grad.zero_()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return told_by(session, steps)
+
+
+@pytest.mark.parametrize("kind", AT_THE_STEP)
+@pytest.mark.parametrize("way", ["None", "zeros"])
+def test_gradients_that_a_script_drops_by_hand_weigh_nothing(pool: WorkerPool, kind: str, way: str) -> None:
+    for told, _ in run_at(pool, kind, dropped_by_hand, way, world=1):
+        assert told == [(float(SAMPLES[1]), float(SAMPLES[0] + SAMPLES[1]))] * 2
+
+
+def in_pieces(session: atoll.Session, then: str) -> tuple[list[tuple[float, float]], float]:
+    """Two batches before a step, each in pieces of at most 3 samples."""
+    net, optimizer = made()
+    session.prepare(net, optimizer)
+
+    def steps() -> None:
+        for step in range(3):
+            for part in (0, 1):
+                for number, piece in enumerate(session.pieces(batch(session.rank, step, part, uneven=True))):
+                    with piece as x:
+                        if (then, part, number) == ("zeroed", 1, 0):
+                            optimizer.zero_grad()
+                        compute(net, x, "whole").backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return told_by(session, steps)
+
+
+@pytest.mark.parametrize("kind", AT_THE_STEP)
+@pytest.mark.parametrize("then", ["added", "zeroed"])
+@pytest.mark.parametrize("cap", ["3", "auto"])
+def test_batches_in_pieces_add_up(pool: WorkerPool, kind: str, then: str, cap: str) -> None:
+    total = float(SAMPLES[0] + SAMPLES[1])
+    for told, _ in run_at(pool, kind, in_pieces, then, world=1, sync={"memory_cap": cap}):
+        assert told == [(total if then == "added" else float(SAMPLES[1]), total)] * 3
 
 
 def a_batch_of_weight_0(session: atoll.Session, first: float) -> str:

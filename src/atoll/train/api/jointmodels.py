@@ -10,11 +10,12 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from atoll.core.weighing import KNOWN, worst
+from atoll.core.weighing import worst
 from atoll.train.api.scriptmodel import Given, ScriptModel
 from atoll.train.data.moredata import MoreData
 from atoll.train.gradients.samples import ContributionWeight
 
+_NOTHING = ContributionWeight(0.0, 0.0)
 _REMEMBERED = 32  # passes of a script's loop, of which the longest counts
 
 
@@ -43,15 +44,15 @@ class JointContribution:
         """Return a contribution with the weight of each model, once all gradients have come. `ends`: it is
         foreseen to end a pass of the script's loop."""
         models = self._models
-        found = [each.contribution(own.weight) if own.weight else (0.0, 0.0, KNOWN) for each in models]
-        bases = [basis for each, (_, _, basis) in zip(models, found, strict=True) if each.has_new]
+        found = [each.contribution(own.weight) if own.weight else _NOTHING for each in models]
+        bases = [part.basis for each, part in zip(models, found, strict=True) if each.has_new]
         return ContributionWeight(
             own.weight,
-            sum(samples for _, samples, _ in found),
+            sum(part.samples for part in found),
             worst(bases),
             by_optimizer=tuple(
-                (weight, samples)
-                for each, (weight, samples, _) in zip(models, found, strict=True)
+                (part.weight, part.samples, part.again)
+                for each, part in zip(models, found, strict=True)
                 for _ in each.sets
             ),
             ends=ends,

@@ -112,6 +112,7 @@ class CutBatch:
             yield from self._pieces()
         finally:
             unwatch()
+            self.of.backward.aside = ()
 
     def _pieces(self) -> Iterator[Piece]:
         of, left = self.of, self.of.cut(0, self._samples)
@@ -144,11 +145,14 @@ class CutBatch:
                 if parameter.grad is not None:
                     self._before[parameter], parameter.grad = parameter.grad, None
         self.is_apart = self.is_apart or bool(self._before)
+        self.of.backward.aside = self._before.keys()
 
     def _zeroed(self, parameters: Iterable[nn.Parameter]) -> None:
         """Forget gradients from before the batch that the script has zeroed."""
-        for parameter in parameters:
-            self._before.pop(parameter, None)
+        zeroed = [parameter for parameter in parameters if self._before.pop(parameter, None) is not None]
+        if zeroed:
+            for model in self.models:
+                model.reducer.note_zeros(zeroed)
 
     @torch.no_grad()
     def add(self, marks: Sequence[SampleMark], samples: int) -> None:
@@ -184,6 +188,7 @@ class CutBatch:
             model.reducer.watch.note_edits()
             if model.reducer.synchronous:
                 model.reducer.watch.look_for_edits()
+        self.of.backward.aside = ()
         if any(model.reducer.synchronous for model in self.models):
             self.of.backward.finish()
 

@@ -456,8 +456,13 @@ class Prepared:
     def _left(self) -> list[bool]:
         """Return for each optimizer True if gradients are left that were reduced, and not stepped."""
         if len(self.sets) == 1:
-            return [not self.reducer.watch.is_left_out()]
-        return [each.has_gradients_left for each in self.sets]
+            left = [not self.reducer.watch.is_left_out()]
+        else:
+            left = [each.has_gradients_left for each in self.sets]
+        if aside := self._backward.aside:
+            for place, each in enumerate(self.sets):
+                left[place] = left[place] or any(parameter in aside for parameter in each.parameters)
+        return left
 
     def _left_out(self) -> None:
         """Note that the script has dropped reduced gradients without a step."""

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from atoll.core.memory import Memory
 from atoll.core.stands import Epoch
-from atoll.core.weighing import KNOWN
 from atoll.tensors.gradienthooks import after_gradient
 from atoll.tensors.torch_compat import is_within_backward, uncompiled
 from atoll.train.api.origin import Origin
@@ -25,7 +24,7 @@ from atoll.train.api.stepset import StepSet
 from atoll.train.data.moredata import MoreData
 from atoll.train.gradients.backward import BackwardEnd
 from atoll.train.gradients.reducer import Shares
-from atoll.train.gradients.samples import CountedBatch, SampleCount, SeenSamples
+from atoll.train.gradients.samples import ContributionWeight, CountedBatch, SampleCount, SeenSamples
 from atoll.train.gradients.sums import gradient_nodes, will_accumulate
 
 
@@ -209,14 +208,13 @@ class ScriptModel:
         """True within a backward that will leave gradients in this model's parameters."""
         return will_accumulate(self._nodes)
 
-    def contribution(self, otherwise: float) -> tuple[float, float, str]:
-        """Return this worker's part in the mean of this model's gradients: its weight, its samples, and how
-        certain the weight is. Gradients that were reduced before, and are left, weigh `otherwise`."""
+    def contribution(self, otherwise: float) -> ContributionWeight:
+        """Return this worker's part in the mean of this model's gradients. Gradients that were reduced
+        before, and are left, weigh `otherwise`."""
         if self.has_new:
-            own = self.samples.contribution(has_gradient=True)
-            return own.weight, own.samples, own.basis
+            return self.samples.contribution(has_gradient=True)
         has_values = any(each.has_values for each in self.sets)
-        return (otherwise if has_values else 0.0), 0.0, KNOWN
+        return ContributionWeight(otherwise if has_values else 0.0, 0.0, again=True)
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Clip this model's gradients alone, as the script might; return the norm before."""

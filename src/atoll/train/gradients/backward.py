@@ -5,7 +5,7 @@ Workers must run their collectives in one order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from threading import get_ident
 from typing import Protocol
@@ -86,6 +86,7 @@ class BackwardEnd:
         self._late_end: Callable[[], partial[None] | None] = _no_end
         self.number = 0  # the backward that is under way, or the next one
         self.in_piece = False  # True inside a piece of a batch (`train/api/pieces.py`)
+        self.aside: Collection[nn.Parameter] = ()  # those whose earlier gradients come back after the pieces
         self.ends = 0  # the backwards that have ended and have begun to reduce gradients
 
     def close(self) -> None:

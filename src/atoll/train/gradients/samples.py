@@ -24,30 +24,33 @@ class ContributionWeight(msgspec.Struct, frozen=True, gc=False):
         samples: the number of samples for the records.
         basis: how certain `weight` is (core/weighing.py).
         alike: the weight if all workers count alike: the number of workers behind the contribution.
-        by_optimizer: for each optimizer the weight and the samples of its model, if several models train
-            together; else empty.
+        by_optimizer: for each optimizer the weight and the samples of its model, and `again` of these, if
+            several models train together; else empty.
         ends: False if a pass of the script's loop goes on with the next iteration, as far as is foreseen.
+        again: True if this is the weight of a batch that has weighed in a reduction before: more gradients
+            of it come.
     """
 
     weight: float
     samples: float
     basis: str = KNOWN
     alike: float = 1.0
-    by_optimizer: tuple[tuple[float, float], ...] = ()
+    by_optimizer: tuple[tuple[float, float, bool], ...] = ()
     ends: bool = True
+    again: bool = False
 
     @property
     def weights(self) -> list[float]:
         """For each optimizer the weight of its gradients; empty if none differs from `weight`."""
-        weights = [weight for weight, _ in self.by_optimizer]
+        weights = [weight for weight, *_ in self.by_optimizer]
         return weights if any(each != self.weight for each in weights) else []
 
     def of(self, optimizer: int) -> ContributionWeight:
         """Return the contribution to the mean of the gradients that one optimizer steps, by its place."""
         if not self.by_optimizer:
             return self
-        weight, samples = self.by_optimizer[optimizer]
-        return ContributionWeight(weight, samples, self.basis, self.alike)
+        weight, samples, again = self.by_optimizer[optimizer]
+        return ContributionWeight(weight, samples, self.basis, self.alike, again=again)
 
     @property
     def counts_alike(self) -> float:
@@ -247,7 +250,8 @@ class SampleCount:
         is_unknown = not samples and self._new is None
         if has_gradient and not self._used and is_unknown and self.unknown:
             samples, self.guessed = self.unknown, True
-        return ContributionWeight(weight, samples, basis)
+        again = self._used or (self._given is None and not samples)
+        return ContributionWeight(weight, samples, basis, again=again)
 
     def _samples(self) -> float:
         """Return the samples for records and schedules: as the session's samplers count them, else a certain

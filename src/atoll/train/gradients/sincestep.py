@@ -14,9 +14,9 @@ from atoll.train.gradients.samples import ContributionWeight
 class SinceStep:
     """The contribution of all reductions since the latest step, where gradients leave at the step.
 
-    A weight is that of the batches whose gradients are left in `p.grad`. Samples count once, also those of
-    gradients that the script has dropped, as where each reduction counts them at once. A reduction without
-    new samples adds no weight: it was of a batch that has weighed already, or of another model.
+    A weight is that of the batches whose gradients are left in `p.grad`; that of a batch counts once
+    (`ContributionWeight.again`). Samples count once, also those of gradients that the script has dropped, as
+    where each reduction counts them at once.
 
     Args:
         left: returns for each optimizer, by its place, True if gradients are left that were reduced before.
@@ -53,7 +53,7 @@ class SinceStep:
             self._places = range(len(self._left()))
         for place in self._places:
             new, before = own.of(place), self._weights.get(place, 0.0)
-            self._weights[place] = before + new.weight if new.samples or not before else before
+            self._weights[place] = before if new.again and before else before + new.weight
 
     @property
     def so_far(self) -> ContributionWeight:

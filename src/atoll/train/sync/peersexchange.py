@@ -422,6 +422,11 @@ class PeerExchange(Reducer):
             super().before_step(follows)
         self._own_gradients.look()
 
+    def count_before(self) -> None:
+        super().count_before()
+        with self._mean.plain():
+            self._since_step.look()
+
     def note_zeros(self, parameters: Iterable[nn.Parameter]) -> None:
         with self._mean.plain():
             super().note_zeros(parameters)

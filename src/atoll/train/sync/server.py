@@ -586,6 +586,10 @@ class StepExchange(Server):
         self._since_step.look()
         super().begins_backward()
 
+    def count_before(self) -> None:
+        super().count_before()
+        self._since_step.look()
+
     def note_zeros(self, parameters: Iterable[nn.Parameter]) -> None:
         super().note_zeros(parameters)
         self._since_step.look()
@@ -717,7 +721,7 @@ class GroupValuesExchange(StepExchange):
 
     def _is_whole(self, own: ContributionWeight, of_group: ContributionWeight) -> None:
         self._together.whole()
-        self._since_step.add(of_group)
+        self._since_step.add(msgspec.structs.replace(of_group, again=own.again))
         self.connection.members.over()
         super()._is_whole(own, of_group)
 

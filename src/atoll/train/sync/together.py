@@ -111,7 +111,7 @@ class Together:
         """For each optimizer, the part of this member's weight that its model's gradients have; empty for a
         member without weight, and if there is one model."""
         own = self._own
-        return [weight / own.weight for weight, _ in own.by_optimizer] if own.weight > 0 else []
+        return [weight / own.weight for weight, *_ in own.by_optimizer] if own.weight > 0 else []
 
     def weights_of(self, of_group: ContributionWeight) -> list[float]:
         """Return, for each optimizer, the weight of its gradients in the contribution `of_group`; empty if
