@@ -69,7 +69,7 @@ def test_an_iteration_s_count_is_as_certain_as_its_least_certain_batch() -> None
     assert count.contribution(True) == ContributionWeight(5.0, 5.0, KNOWN)
     count.use()
     count.missed()  # a second backward over the batch that was used weighs what the first did
-    assert count.contribution(True) == ContributionWeight(5.0, 0.0, KNOWN)
+    assert count.contribution(True) == ContributionWeight(5.0, 0.0, KNOWN, again=True)
     assert count.contribution(False).weight == 0  # no backward came: there is no batch
 
 

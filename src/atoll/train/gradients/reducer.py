@@ -21,6 +21,7 @@ from atoll.train.checkpoint.buffers import ModelBuffers
 from atoll.train.data.moredata import MoreData
 from atoll.train.gradients.phase import IterationPhase
 from atoll.train.gradients.samples import ContributionWeight
+from atoll.train.gradients.sincestep import SinceStep
 from atoll.train.gradients.sums import MakeSum, Own
 from atoll.train.gradients.watch import GradientWatch
 
@@ -143,6 +144,7 @@ class Reducer:
         acts_before_forward: True if `before_use` is to be called before each forward.
         acts_before_state_dict: True if `before_use` is to be called before the model's state_dict.
         acts_after_backward: True if `reduce` is to run when a backward ends.
+        leaves_at_step: True if gradients leave at the step, with the contributions of all backwards before.
         sums_samples: True if an iteration's samples are those of all workers; otherwise `consumed` is set in
             another way.
         losses: the gradients that a link to shards has lost, to be sent later; None without such a link.
@@ -153,6 +155,7 @@ class Reducer:
         steps: the number of steps made, which is the number of the iteration under way.
         bytes_sent: the bytes of gradients that this worker has sent.
         consumed: the samples of all workers in the run so far, as far as this worker knows.
+        since_step: the contribution to the coming step, where gradients leave at the step.
         passes: the optimizers, by their places, that the script passes over: it has zeroed gradients that
             waited for them, as a GAN's loop does.
     """
@@ -161,6 +164,7 @@ class Reducer:
     acts_before_forward = False
     acts_before_state_dict = False
     acts_after_backward = True
+    leaves_at_step = False
     sums_samples = True
     losses: Feedback | None = None
 
@@ -182,6 +186,7 @@ class Reducer:
         self.steps = 0
         self.bytes_sent = 0
         self.consumed = 0.0
+        self.since_step = SinceStep(calls.left)
         self.passes: set[int] = set()
         self.sum = make_sum(self, chunks)
 
@@ -207,6 +212,8 @@ class Reducer:
 
     def begins_backward(self) -> None:
         """Note that the first gradient of a backward has come."""
+        if self.leaves_at_step:
+            self.since_step.look()
         self.drop_kept()
 
     def drop_kept(self) -> None:
@@ -214,7 +221,10 @@ class Reducer:
         self.sum.gradients.drop_kept()
 
     def count_before(self) -> None:
-        """Count the samples of earlier backwards, if that was left to the next one."""
+        """Count the samples of earlier backwards, if that was left to the next one; forget the weight of
+        gradients that the script has dropped."""
+        if self.leaves_at_step:
+            self.since_step.look()
 
     def reduce(self) -> None:
         """Make the iteration whole: its last backward has ended."""
@@ -229,6 +239,8 @@ class Reducer:
     def contribute(self) -> ContributionWeight:
         """Return this iteration's contribution, which the first call fixes."""
         if self._own is None:
+            if self.leaves_at_step and not self.phase.unsent:  # no backward has begun since the one before
+                self.since_step.look()
             self.sum.opens()
             # If the script's hooks have dropped all gradients, zeros take part in the mean.
             # A worker without a batch may have zeros left, from zero_grad(set_to_none=False).
@@ -273,6 +285,8 @@ class Reducer:
         """Note a `zero_grad` of `parameters` by the script."""
         if self.phase.awaits_step:  # at other times nobody asks for the zeros
             self.watch.note_zeros(parameters)
+        if self.leaves_at_step:
+            self.since_step.look()
 
     def after_step(self) -> None:
         """Begin the next iteration: the step is made."""

@@ -250,7 +250,7 @@ class SampleCount:
         is_unknown = not samples and self._new is None
         if has_gradient and not self._used and is_unknown and self.unknown:
             samples, self.guessed = self.unknown, True
-        again = self._used or (self._given is None and not samples)
+        again = self._used or (self._given is None and known is not None and not samples)
         return ContributionWeight(weight, samples, basis, again=again)
 
     def _samples(self) -> float:

@@ -30,7 +30,6 @@ from atoll.tensors.binding import BoundChunk
 from atoll.tensors.torch_patches import clipped_at
 from atoll.train.gradients.reducer import Calls, Clipping, Reducer
 from atoll.train.gradients.samples import ContributionWeight
-from atoll.train.gradients.sincestep import SinceStep
 from atoll.train.gradients.sums import MakeSum, OwnAtEnd
 from atoll.train.gradients.watch import EditWatch
 from atoll.train.sync.peersmean import NodesMean, ReadMean
@@ -258,6 +257,7 @@ class PeerExchange(Reducer):
     """
 
     acts_before_forward = acts_before_state_dict = True
+    leaves_at_step = True
     sums_samples = False  # the CPU side reports the samples of all nodes
 
     def __init__(
@@ -284,7 +284,6 @@ class PeerExchange(Reducer):
         self._script = ScriptState(worker, parts.capture)
         self._computing, self._left = 0.0, 0.0  # smoothed seconds between two steps; the end of the last step
         self._clip: Clip | None = None  # the clipping that the script asked of this iteration's mean
-        self._since_step = SinceStep(calls.left)
         self._weighed = ContributionWeight(0.0, 0.0)  # this iteration's contribution
         self._refused = False  # True if no node may make this iteration's step
         # True if the gradients' parameters are from before the others went on without this node:
@@ -375,7 +374,6 @@ class PeerExchange(Reducer):
 
     def begins_backward(self) -> None:
         self._mean.begins_backward()
-        self._since_step.look()
         super().begins_backward()
 
     def _sum_up(self) -> None:
@@ -398,9 +396,6 @@ class PeerExchange(Reducer):
         self._worker.take(f"the end of iteration {self.steps}'s backward")
         self._worker.at = max(self._worker.at, self.steps)
         self._script.give(self.steps)
-        if not self.phase.unsent:  # no backward has begun since the reduction before
-            with self._mean.plain():
-                self._since_step.look()
 
     def _weigh(self, own: ContributionWeight, *, adds: bool = False) -> None:
         """Add a reduction's part to this iteration's contribution; it weighs 0 if its gradients are of
@@ -410,9 +405,9 @@ class PeerExchange(Reducer):
         alone make the mean of all.
         """
         if self._mean.is_here:
-            self._since_step.drop_weights()
-        self._since_step.add(own, adds=adds)
-        so_far = self._since_step.so_far
+            self.since_step.drop_weights()
+        self.since_step.add(own, adds=adds)
+        so_far = self.since_step.so_far
         self._weighed = ContributionWeight(0.0, so_far.samples) if self._stale else so_far
 
     def before_step(self, follows: bool = False) -> None:
@@ -423,14 +418,16 @@ class PeerExchange(Reducer):
         self._own_gradients.look()
 
     def count_before(self) -> None:
-        super().count_before()
         with self._mean.plain():
-            self._since_step.look()
+            super().count_before()
+
+    def contribute(self) -> ContributionWeight:
+        with self._mean.plain():
+            return super().contribute()
 
     def note_zeros(self, parameters: Iterable[nn.Parameter]) -> None:
         with self._mean.plain():
             super().note_zeros(parameters)
-            self._since_step.look()
 
     def begins_step(self) -> None:
         self._mean.put_back()
@@ -462,7 +459,7 @@ class PeerExchange(Reducer):
         note = Said(self._node_pace(), gradients_in(self.steps, waiting_line(), self._calls.epoch()))
         if self._worker.returned is None:  # otherwise the contribution counts nowhere
             self._hand_over(accepted, hyperparameters, note)
-        self._since_step.take(accepted=accepted)
+        self.since_step.take(accepted=accepted)
         self._clip, self._stale, self._refused = None, False, False
         if self._left:
             computing = began - self._left

@@ -20,13 +20,13 @@ from __future__ import annotations
 import contextlib
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from atoll.core import points
 from atoll.core.errors import UserError
@@ -37,7 +37,6 @@ from atoll.train.gradients.messages import Bucket
 from atoll.train.gradients.reducer import Calls, Clipping, Reducer
 from atoll.train.gradients.ring import RingSum
 from atoll.train.gradients.samples import ContributionWeight
-from atoll.train.gradients.sincestep import SinceStep
 from atoll.train.gradients.sums import MakeSum
 from atoll.train.group.rounds import Ring
 from atoll.train.sync.answers import Means, NewParameters
@@ -572,42 +571,16 @@ class MeanExchange(Server):
         return values
 
 
-class StepExchange(Server):
-    """The part that the exchanges under ssp and asp share: gradients leave at the step, and all backwards
-    before it count."""
-
-    sums_samples = False
-
-    def __init__(self, parts: Parts) -> None:
-        super().__init__(parts)
-        self._since_step = SinceStep(parts.calls.left)
-
-    def begins_backward(self) -> None:
-        self._since_step.look()
-        super().begins_backward()
-
-    def count_before(self) -> None:
-        super().count_before()
-        self._since_step.look()
-
-    def note_zeros(self, parameters: Iterable[nn.Parameter]) -> None:
-        super().note_zeros(parameters)
-        self._since_step.look()
-
-    @torch.no_grad()
-    def reduce(self) -> None:
-        if not self.phase.unsent:  # no backward has begun since the reduction before
-            self._since_step.look()
-        super().reduce()
-
-
-class ValuesExchange(StepExchange):
+class ValuesExchange(Server):
     """The exchange under ssp and asp of a worker that talks for itself: `p.grad` is its own gradient, and
     edits act on it.
 
     With `pipeline` 1 an exchange goes on while the next iteration computes: `step` sends this iteration's
     contribution, and publishes the parameters that follow from the one before.
     """
+
+    sums_samples = False
+    leaves_at_step = True
 
     def __init__(self, parts: Parts, pipeline: int = 0) -> None:
         super().__init__(parts)
@@ -637,7 +610,7 @@ class ValuesExchange(StepExchange):
     def _is_whole(self, own: ContributionWeight, of_group: ContributionWeight) -> None:
         """Keep the contribution: nothing leaves before `step`."""
         self.connection.members.over()
-        self._since_step.add(own, adds=self.phase.unsent)
+        self.since_step.add(own, adds=self.phase.unsent)
         super()._is_whole(own, of_group)
 
     @torch.no_grad()
@@ -645,7 +618,7 @@ class ValuesExchange(StepExchange):
         self._calls.leaving()
         if self._client.counted is not None:
             self.connection.members.told(self._client.counted)
-        own = self._since_step.take(turn.optimizer, accepted=accepted, follows=turn.follows)
+        own = self.since_step.take(turn.optimizer, accepted=accepted, follows=turn.follows)
         how = {"hyperparameters": hyperparameters, "optimizer": turn.optimizer, "of": turn.chunks}
         with self.parameters.stepping(turn.chunks):
             if self._pipelined:
@@ -695,7 +668,7 @@ class ValuesExchange(StepExchange):
         self.feedback.settle(iteration, chunk)
 
 
-class GroupValuesExchange(StepExchange):
+class GroupValuesExchange(Server):
     """The exchange under ssp and asp of a group.
 
     `p.grad` shows the group's mean, and edits act on the group's contribution; all members must make equal
@@ -703,6 +676,8 @@ class GroupValuesExchange(StepExchange):
     are published at the end of that iteration's step.
     """
 
+    sums_samples = False
+    leaves_at_step = True
     sum: RingSum
     uplink: Uplink
 
@@ -721,7 +696,7 @@ class GroupValuesExchange(StepExchange):
 
     def _is_whole(self, own: ContributionWeight, of_group: ContributionWeight) -> None:
         self._together.whole()
-        self._since_step.add(msgspec.structs.replace(of_group, again=own.again))
+        self.since_step.add(msgspec.structs.replace(of_group, again=own.again))
         self.connection.members.over()
         super()._is_whole(own, of_group)
 
@@ -793,7 +768,7 @@ class GroupValuesExchange(StepExchange):
         with self._together.waiting():
             of_group = self.sum.assist(lambda: bool(self._together.able))
             if of_group is not None:
-                self._since_step.add(of_group)
+                self.since_step.add(of_group)
                 self._together.whole()
         self.begin()
         if of_group is not None:
@@ -813,7 +788,7 @@ class GroupValuesExchange(StepExchange):
     # -- the exchange -------------------------------------------------------------------------------------
 
     def _outgoing(self, accepted: bool, hyperparameters: Hyperparameters) -> Outgoing:
-        own = self._since_step.take(accepted=accepted)
+        own = self.since_step.take(accepted=accepted)
         turn = 1 if self._pipeline else None  # the next backward overwrites the gradients
         return self._contribution(own, turn, hyperparameters=hyperparameters)
 
