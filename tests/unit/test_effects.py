@@ -120,9 +120,15 @@ def test_what_another_key_rules_out_is_said_and_defaults_are_not() -> None:
         "sync.consistency=asp",
     )
     assert given(*in_groups, "sync.shares=auto", "sync.least=2") == []
-    for setting in ("sync.shares={0=0.5, 1=0.5}", "sync.global_tokens=64"):
+    for setting in ("sync.shares={0=0.5, 1=0.5}", "sync.shares=even", "sync.least=2"):
         (line,) = given(*in_groups, setting)
-        assert "has no effect where sync.consistency is 'asp': it needs bsp" in line
+        assert line.endswith(
+            " has no effect where sync.consistency is 'asp': it needs bsp, or sync.shares = 'auto'; leave it "
+            "out"
+        )
+    assert len(given(*in_groups, "sync.shares={0=0.5, 1=0.5}", "sync.least=2")) == 2
+    (line,) = given(*in_groups, "sync.global_tokens=64")
+    assert line.endswith(" has no effect where sync.consistency is 'asp': it needs bsp; leave it out")
     (line,) = given("run.strategy=server", "sync.consistency=asp", "sync.shares=auto")
     assert "has no effect where sync.consistency is 'asp': it needs bsp" in line
     assert given("run.strategy=ps-hra") == given() == []  # whose default of sync.consistency is its own

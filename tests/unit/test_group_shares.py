@@ -476,6 +476,30 @@ def test_members_of_unlike_parts_tell_the_same_number_of_batches() -> None:
         assert [len(batches) for batches in crew.batches] == [26] * members
 
 
+@pytest.mark.parametrize("stop", [99, 7, 3])
+@pytest.mark.parametrize("fetches", [(0, 0), (0, 4), (9, 0), (2, 1)])
+def test_members_tell_the_same_number_of_batches_after_a_resume(fetches: tuple[int, int], stop: int) -> None:
+    """Of the epoch that was resumed, until its loop has ended on all: whoever knows by then that it will.
+    Loops come to their end, are left with the epoch's last batch, or before."""
+    saved, crew = [Crew(320, 32, [0.01, 0.04], by_speed=False) for _ in range(2)]
+    loops = [saved.loader(rank, 0) for rank in range(2)]
+    for _ in range(13):
+        saved.step([next(loop) for loop in loops])
+    state = saved.samplers[0].state_dict([sampler.place() for sampler in saved.samplers])
+    for sampler in crew.samplers:
+        sampler.load_state_dict(state)
+    found = []
+    for _ in range(2):
+        loops = [islice(crew.loader(rank, ahead), stop) for rank, ahead in enumerate(fetches)]
+        for each in zip(*loops, strict=True):
+            crew.step(list(each))
+            found.append([len(batches) for batches in crew.batches])
+        found.append([len(batches) for batches in crew.batches])
+    assert all(one == other for one, other in found), found
+    told = {99: [4] * 7 + [10] * 22, 7: [4] * 8 + [10] * 8, 3: [4] * 8}
+    assert [one for one, _ in found] == told[stop]
+
+
 def test_batches_that_a_script_leaves_out_do_not_come_again() -> None:
     crew = Crew(80, 32, [0.01, 0.04], by_speed=False)
     for _ in range(3):

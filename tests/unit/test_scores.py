@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 
 from atoll.cli.scores import score_for
 from atoll.groups.chooser import ProbeMeasurements, choose
 from atoll.groups.grouping import Grouping
 from atoll.groups.links import Links
-from atoll.hub.planner import WorkerMeasurements
+from atoll.hub.main import grouping_of
+from atoll.hub.options import HubOptions
+from atoll.hub.planner import GroupingSettings, Planner, WorkerMeasurements
 from atoll.plan.measured import cluster_of
 
 SPEEDS = dict(zip((2, 3, 5, 7, 8, 9), (160.0, 80.0, 40.0) * 2, strict=True))  # ranks have gaps
@@ -54,3 +59,45 @@ def test_without_links_a_size_or_a_batch_only_computing_counts() -> None:
     ):
         assert score_for(known)(together).samples_per_second == 6 * 40.0
         assert score_for(known)(alone).samples_per_second == sum(SPEEDS.values())
+
+
+@pytest.mark.parametrize("links", [None, LINKS])
+def test_where_parts_follow_speeds_a_ring_computes_at_the_sum_of_its_members_speeds(
+    links: Links | None,
+) -> None:
+    """And there is nothing to gain by groups of like speeds."""
+    known = replace(KNOWN, links=links)
+    like, unlike = Grouping([[2, 7], [3, 8], [5, 9]]), Grouping([[2, 9], [3, 8], [5, 7]])
+    even, by_speed = score_for(known), score_for(replace(known, by_speed=True))
+    if links is None:
+        assert even(like).samples_per_second > 1.02 * even(unlike).samples_per_second
+        for grouping in (like, unlike, Grouping([SPEEDS])):
+            assert by_speed(grouping).samples_per_second == sum(SPEEDS.values())
+    near = Grouping([[2, 3, 5], [7, 8, 9]])
+    assert by_speed(near).samples_per_second > 1.5 * even(near).samples_per_second
+    assert choose(ProbeMeasurements(SPEEDS, {}, links), by_speed).grouping in (near, Grouping([SPEEDS]))
+
+
+@pytest.mark.parametrize("consistency", ["asp", "bsp"])
+def test_a_hub_that_is_told_of_parts_by_speed_does_not_regroup_for_speeds(consistency: str) -> None:
+    for shares, grouped in (("auto", [(2, 3, 5, 7, 8, 9)]), ("even", [(2, 7), (3, 8), (5, 9)])):
+        options = HubOptions(workers=6, groups=0, shares=shares, consistency=consistency)  # type: ignore[arg-type]
+        settings = grouping_of(options, score_for)
+        assert settings is not None
+        assert str(settings) == f"auto by auto, {consistency}" + ", shares auto" * (shares == "auto")
+        planner = Planner(settings)
+        assert list(planner._choose(SPEEDS).grouping) == grouped
+        before = dict.fromkeys(SPEEDS, 160.0)
+        regrouper = planner._make_regrouper(0.0, Grouping([SPEEDS]), before)
+        for _ in range(16):
+            for worker, speed in SPEEDS.items():
+                regrouper.handle_measured(1.0, worker, 1 / speed)
+        found = [regrouper.poll(now) for now in (1.0, 40.0, 400.0)]
+        assert any(found) == (shares == "even")
+
+
+def test_a_workers_batch_is_the_mean_where_parts_follow_speeds() -> None:
+    for by_speed, batch in ((False, 3), (True, 10)):
+        planner = Planner(GroupingSettings(by_speed=by_speed))
+        planner.batches.update({2: 24.0, 3: 3.0, 5: 3.0, 7: 50.0})
+        assert planner._known({2: 1.0, 3: 1.0, 5: 1.0}).batch == batch

@@ -14,7 +14,7 @@ from atoll.plan.throughput import Throughput
 def score_for(known: WorkerMeasurements) -> ScoreFunction:
     """Return a score by `Throughput`, or by computing alone if links, model size or batch are unknown."""
     if known.links is None or not known.size or not known.batch:
-        return computing(known.speeds)
+        return computing(known.speeds, by_speed=known.by_speed)
     throughput = Throughput(
         cluster_of(
             known.speeds,
@@ -23,6 +23,7 @@ def score_for(known: WorkerMeasurements) -> ScoreFunction:
             size=known.size,
             batch=known.batch,
             beside_server=known.beside_server,
+            by_speed=known.by_speed,
         )
     )
     places = {worker: place for place, worker in enumerate(sorted(known.speeds))}

@@ -163,9 +163,11 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             batch of `session.batches`. `even`: all workers' alike. `auto`: by the workers' speeds, as
             measured, so that all finish at the same time ([shares.md](shares.md)); under `ps-hra` with asp
             and ssp within each group. Or each worker's part, which sum to 1: `{ 0 = 0.6, 1 = 0.4 }`.
-        least: With `sync.shares` other than `even`, and under `peers`: the least samples of a worker that
-            gets any. 0: 2 if a prepared model has BatchNorm, which raises an error for one sample, or if none
-            is prepared yet when the script calls `session.batches`; else 1.
+        least: With `sync.shares` other than `even` (under `ps-hra` with asp and ssp: with `auto`), and under
+            `peers`: the least samples of a worker that gets any. 0: 2 if a prepared model has BatchNorm,
+            which raises an error for one sample, or if none is prepared yet when the script calls
+            `session.batches`; else 1. Under `ps-hra` with asp and ssp this is found anew whenever a group
+            forms.
         memory_cap: The most samples that a worker's memory holds: of its part of a batch of
             `session.batches`, where `sync.shares` acts, and of a piece of `session.pieces`. One number for
             all, or some workers' own, `{ 0 = 96, 3 = 24 }`. 0: no limit. `auto`: with `session.pieces`, a

@@ -22,9 +22,7 @@ class Effect(NamedTuple):
         elastic: further strategies that use the key with `run.elastic`.
         when: another key that must have one of `values`; empty: no such condition.
         values: see `when`.
-        besides: strategies that use the key whatever the other key is, if the key is `given` or `given` is
-            empty.
-        given: see `besides`.
+        besides: strategies that use the key whatever the other key is, if `sync.shares` is "auto".
     """
 
     strategies: tuple[Strategy, ...] = STRATEGIES
@@ -32,7 +30,6 @@ class Effect(NamedTuple):
     when: str = ""
     values: tuple[str, ...] = ()
     besides: tuple[Strategy, ...] = ()
-    given: str = ""
 
 
 _EVERYWHERE = Effect()
@@ -44,7 +41,7 @@ _OF_RINGS = Effect(_RINGS)
 _DEALT: tuple[Strategy, ...] = (*_RINGS, *SERVED)
 _TOGETHER = Effect(_DEALT, when="sync.consistency", values=("bsp",))  # all make each iteration
 # In groups at their own pace members share their group's batches by speed, and in no other way:
-_PARTS = Effect(_DEALT, when="sync.consistency", values=("bsp",), besides=("ps-hra",), given="auto")
+_PARTS = Effect(_DEALT, when="sync.consistency", values=("bsp",), besides=("ps-hra",))
 _BY_SPEED = Effect((*_DEALT, "peers"), when="sync.consistency", values=("bsp",), besides=("ps-hra",))
 _LOSSY = Effect(SERVED, when="link.transport", values=("ltp",))
 
@@ -130,9 +127,10 @@ def without_effect(config: Config, given: Mapping[str, str]) -> list[str]:
         named = f"{key} (given by {where}) has no effect"
         if strategy in effect.strategies or (config.run.elastic and strategy in effect.elastic):
             value = _value_of(config, effect.when) if effect.when else None
-            besides = strategy in effect.besides and effect.given in ("", _value_of(config, key))
-            if effect.when and value not in effect.values and not besides:
+            by_speed = strategy in effect.besides and config.sync.shares == "auto"
+            if effect.when and value not in effect.values and not by_speed:
                 wanted = " or ".join(effect.values)
+                wanted += ", or sync.shares = 'auto'" if strategy in effect.besides else ""
                 lines.append(f"{named} where {effect.when} is {value!r}: it needs {wanted}; leave it out")
             continue
         users = [repr(each) for each in effect.strategies]

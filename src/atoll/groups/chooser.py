@@ -9,6 +9,7 @@ scored instead. Deterministic: no random numbers, no clock. At most about `MOST_
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -99,11 +100,14 @@ class Choice:
     scored: int  # number of groupings scored
 
 
-def computing(speeds: Mapping[int, float]) -> ScoreFunction:
+def computing(speeds: Mapping[int, float], *, by_speed: bool = False) -> ScoreFunction:
     """Return a score function that ignores sending, for unknown links or an unknown size.
 
-    A group counts as its slowest member's speed times its number of members.
+    A group counts as its slowest member's speed times its number of members; `by_speed`: as the sum of its
+    members' speeds, since each has a part of the group's batch by its speed.
     """
+    if by_speed:  # summed alike in any order, or the last bit would choose among groupings
+        return lambda grouping: Score(math.fsum(speeds[worker] for group in grouping for worker in group))
     return lambda grouping: Score(sum(len(group) * min(speeds[w] for w in group) for group in grouping))
 
 

@@ -276,11 +276,14 @@ class Book:
             leased = self.groups.lease(record.rank, record.lease)
         else:
             leased = self.leases.handle_lease(record.rank, record.lease.incarnation, record.lease)
-        if leased.start >= leased.stop or self.lease_changes() == before:
+        changes = self.lease_changes()
+        # A block that is cut counts for all its members with the request that decides the cut.
+        is_counted = changes == before or (leased.cut is not None and changes[1] == before[1])
+        if leased.start >= leased.stop or is_counted:
             return leased, False
         key = (leased.sampler, leased.epoch)
         first = key not in self._dealt
-        self._dealt.setdefault(key, Counter())[record.rank] += _samples_of(record.rank, leased)
+        self._dealt.setdefault(key, Counter()).update(_samples_of(record.rank, leased))
         return leased, first
 
     def lease_changes(self) -> tuple[int, int]:
@@ -372,15 +375,17 @@ class Book:
             self.groups.restore(now, state.groups)
 
 
-def _samples_of(rank: int, leased: Leased) -> int:
-    """Return the number of samples in a lease that are for the worker `rank`."""
+def _samples_of(rank: int, leased: Leased) -> dict[int, int]:
+    """Return the number of samples that each worker gets of a lease to `rank`: of a block that is cut, each
+    of the group's members."""
+    size = leased.stop - leased.start
     if leased.cut is None:
-        return leased.stop - leased.start
+        return {rank: size}
     parts, least = leased.cut.parts, leased.cut.least
     whole = sum(parts.values()) or len(parts)
-    batches, rest = divmod(leased.stop - leased.start, whole)
-    found = 0
-    for times, size in ((batches, whole), (1, rest)):  # all batches but the last one are alike
-        for batch in cut_run(0, size if times else 0, parts, least):
-            found += times * (batch[rank][1] - batch[rank][0])
+    found = dict.fromkeys(parts, 0)
+    for times, samples in ((size // whole, whole), (1, size % whole)):  # whole batches are alike
+        for batch in cut_run(0, samples if times else 0, parts, least):
+            for member, (start, stop) in batch.items():
+                found[member] += times * (stop - start)
     return found

@@ -169,6 +169,7 @@ def grouping_of(options: HubOptions, score_for: ScoreFor = by_computing) -> Grou
         options.consistency,
         options.group_links,
         score_for,
+        by_speed=options.shares == "auto",
     )
 
 

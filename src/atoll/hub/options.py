@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -58,6 +58,7 @@ class HubOptions(msgspec.Struct, frozen=True, kw_only=True):
         group_links: How long the measuring of links may take at the start; 0: none.
         regroup: Group anew as speeds and workers change.
         consistency: With --groups: the run's sync.consistency.
+        shares: With --groups: auto if the run's sync.shares is auto; else even.
         at_least: With fewer workers left, a ring ends.
         until_done: End, and end the shards, when all workers have left.
     """
@@ -79,6 +80,7 @@ class HubOptions(msgspec.Struct, frozen=True, kw_only=True):
     group_links: Annotated[float, SPAN_OR_ZERO] = 5.0
     regroup: bool = True
     consistency: Annotated[Consistency, Mark("MODE")] = "asp"
+    shares: Annotated[Literal["even", "auto"], Mark("HOW")] = "even"
     at_least: Annotated[int, Mark("M")] = 1
     until_done: bool = False
 

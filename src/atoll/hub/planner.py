@@ -11,7 +11,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import fmean, median
 from typing import TypeAlias
 
 from atoll.core.config import Consistency, GroupBy
@@ -32,6 +32,7 @@ class WorkerMeasurements:
     size: int = 0  # bytes of a model's gradients
     batch: int = 0  # samples of a worker's iteration
     beside_server: int | None = None  # a worker on the shards' machine
+    by_speed: bool = False  # members of a group have parts of its batches by their speeds
 
 
 ScoreFor: TypeAlias = Callable[[WorkerMeasurements], ScoreFunction]
@@ -42,14 +43,15 @@ _LOOK_SECONDS = 1.0  # seconds between jobs that only process measurements
 
 def by_computing(known: WorkerMeasurements) -> ScoreFunction:
     """Return a score of groupings that counts computing and ignores the time of sending."""
-    return computing(known.speeds)
+    return computing(known.speeds, by_speed=known.by_speed)
 
 
 @dataclass(frozen=True)
 class GroupingSettings:
     """Settings of a run's groups. `count` 0: as many as are best. `patience` is for a worker's probe, in
     seconds, and `links` the seconds for measuring all links; 0: none. `score_for(known)` returns the function
-    that scores groupings of these workers."""
+    that scores groupings of these workers. `by_speed`: members' parts of batches follow their speeds
+    (`sync.shares` is "auto"), so a group does not go at its slowest member's pace."""
 
     count: int = 0
     by: GroupBy = "auto"
@@ -59,6 +61,7 @@ class GroupingSettings:
     links: float = 0.0
     score_for: ScoreFor = by_computing
     rules: Rules = field(default_factory=Rules)
+    by_speed: bool = False
 
     @property
     def queued(self) -> bool:
@@ -77,7 +80,8 @@ class GroupingSettings:
         return self.links > 0 and self.way in ("joint", "site")
 
     def __str__(self) -> str:
-        return f"{self.count or 'auto'} by {self.by}, {self.consistency}"
+        shares = ", shares auto" if self.by_speed else ""
+        return f"{self.count or 'auto'} by {self.by}, {self.consistency}{shares}"
 
 
 @dataclass(frozen=True)
@@ -225,7 +229,7 @@ class Planner:
 
     def _known(self, speeds: Mapping[int, float]) -> WorkerMeasurements:
         """Return the measurements of these workers."""
-        hosts, links = self.hosts, self.links
+        hosts, links, by_speed = self.hosts, self.links, self._settings.by_speed
         beside = [worker for worker in sorted(speeds) if hosts.get(worker) and hosts[worker] == self.server]
         batches = [batch for worker, batch in list(self.batches.items()) if worker in speeds and batch > 0]
         return WorkerMeasurements(
@@ -233,8 +237,9 @@ class Planner:
             links.of_these(sorted(speeds)) if links is not None else None,
             self._sites(speeds, hosts),
             max(list(self.sizes.values()), default=0),
-            max(1, round(median(batches))) if batches else 0,
+            max(1, round((fmean if by_speed else median)(batches))) if batches else 0,
             beside[0] if beside else None,
+            by_speed,
         )
 
     def _sites(self, speeds: Mapping[int, float], hosts: Mapping[int, str]) -> dict[int, str]:

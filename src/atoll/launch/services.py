@@ -76,6 +76,7 @@ class Services:
             group_links=config.links_seconds,
             regroup=groups.regroup,
             consistency=config.sync.consistency,
+            shares="auto" if config.sync.shares == "auto" else "even",
         )
         self._folder.mkdir(exist_ok=True)
         self._where.unlink(missing_ok=True)

@@ -25,6 +25,7 @@ def cluster_of(
     size: int,
     batch: int,
     beside_server: int | None = None,
+    by_speed: bool = False,
 ) -> Cluster:
     """Return the cluster of the measured workers, by number, each named by its number.
 
@@ -32,8 +33,9 @@ def cluster_of(
         links: links of exactly these workers.
         size: bytes of a contribution.
         batch: samples of a worker's iteration.
-            beside_server: a worker at the server's site, by default the first. The server's link is as good
+        beside_server: a worker at the server's site, by default the first. The server's link is as good
             as its site's.
+        by_speed: True if members of a group have parts of its batches by their speeds.
     """
     workers = sorted(speeds)
     places = [links.workers.index(worker) for worker in workers]
@@ -75,7 +77,7 @@ def cluster_of(
         compute=0.0,
         uplink="leader",
         pipeline=0,
-        work="equal",
+        work="speed" if by_speed else "equal",
         server=inside[server_site],
         server_site=server_site,
     )

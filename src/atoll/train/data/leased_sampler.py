@@ -177,12 +177,18 @@ class LeasedSampler(Sampler[int]):
     def __len__(self) -> int:
         """Return an even share, rounded up, of the epoch in progress, else of the next. A faster worker gets
         more."""
-        return -(-self.left // self._workers)
+        return -(-self.left() // self._workers)
 
-    @property
-    def left(self) -> int:
-        """The samples of the epoch in progress, else of the next, that were not used before a load."""
-        return self._samples.order.length - self._samples.done(self._epoch + self._whole)
+    def left(self, *, in_loop: bool = False) -> int:
+        """Return the samples of the epoch in progress, else of the next, that were not used before a load.
+
+        A loader that fetches ahead knows early that an epoch ends. The epoch is in progress as long as there
+        is a batch in hand, or a DataLoader's loop is under way or was left (`in_loop`).
+        """
+        # At the end of a whole iteration a rest of less than a batch may stay in hand: see `end_loop`.
+        batch = self._batch if self._batches is None else 0
+        is_over = self._whole and not in_loop and positions(self._hand.runs) < max(1, batch)
+        return self._samples.order.length - self._samples.done(self._epoch + is_over)
 
     def used(self) -> list[Used]:
         """Return the positions trained on since the last call. Call this once for each commit.
@@ -668,7 +674,7 @@ class LeasedBatches(Sampler[list[int]]):
         """Return an estimate of the number of batches: for a group's members, who make equally many, as if
         all groups made equally many too; else the worker's own."""
         if self._shares is not None:
-            return -(-self.sampler.left // self._shares.whole())
+            return -(-self.sampler.left(in_loop=self._was_left(self)) // self._shares.whole())
         return -(-len(self.sampler) // self._size())
 
 
