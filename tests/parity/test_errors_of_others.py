@@ -194,3 +194,98 @@ def test_an_error_is_that_of_the_models_in_its_graph(pool: WorkerPool, kind: str
     for one, other in found:
         assert one == [4.0] * 2
         assert other == [FIRST + SECOND] * 2
+
+
+def two_threads(session: atoll.Session) -> list[float]:
+    """In the midst of one model's backward another thread computes a batch of another model, whose first
+    backward raises."""
+    one, other = Run(session), Run(session)
+
+    def act() -> None:
+        loss = other.loss(SECOND, weight=False)
+        loss.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        other.optimizer.zero_grad()
+        other.loss(SECOND, weight=False).backward()
+        other.step()
+
+    for _ in range(4):
+        loss = one.loss(FIRST, weight=False)
+        hook = next(one.net.parameters()).register_hook(lambda _: in_thread(act))
+        loss.backward()
+        hook.remove()
+        one.step()
+    session.barrier()
+    return [each.reducer.consumed for each in session._state.prepared]
+
+
+def two_threads_raise(session: atoll.Session) -> list[float]:
+    """A backward raises in each of two threads, before either computes its batch again."""
+    one, other = Run(session), Run(session)
+    go, done = threading.Event(), threading.Event()
+
+    def raises(run: Run, samples: int) -> None:
+        loss = run.loss(samples, weight=False)
+        loss.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        run.optimizer.zero_grad()
+
+    def act() -> None:
+        raises(other, SECOND)
+        done.set()
+        assert go.wait(60), "waited 60 s for the batch of the other thread"
+        other.loss(SECOND, weight=False).backward()
+        other.step()
+
+    for _ in range(3):
+        go.clear()
+        done.clear()
+        raises(one, FIRST)
+        thread = threading.Thread(target=act)
+        thread.start()
+        assert done.wait(60), "waited 60 s for the error in the other thread"
+        one.loss(FIRST, weight=False).backward()
+        one.step()
+        go.set()
+        thread.join()
+    session.barrier()
+    return [each.reducer.consumed for each in session._state.prepared]
+
+
+def test_alone_an_error_in_a_thread_is_not_of_another_thread_s_model() -> None:
+    assert alone(two_threads) == [4 * FIRST, 4 * SECOND]
+    assert alone(two_threads_raise) == [3 * FIRST, 3 * SECOND]
+
+
+def forwards_in_threads(session: atoll.Session) -> Any:
+    """Threads of their own make the forwards; the weight is given, and backward called, in another one."""
+    run, parts = Run(session), list[Tensor]()
+    for _ in range(3):
+        for raises in (True, False):
+            session.weight(FIRST)
+            parts.clear()
+            for _ in range(2):
+                in_thread(lambda: parts.append(run.loss(FIRST, weight=False)))
+            loss = torch.stack(parts).sum()
+            if raises:
+                loss.register_hook(lambda _: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    loss.backward()
+                run.optimizer.zero_grad()
+            else:
+                loss.backward()
+        run.step()
+    return run.weights
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_is_heard_in_the_thread_of_the_weight(pool: WorkerPool, kind: str) -> None:
+    world = 2 if kind == "ring" else 1
+    found = (
+        [alone(forwards_in_threads)]
+        if kind == "alone"
+        else run_at(pool, kind, forwards_in_threads, world=world)
+    )
+    assert found == [[FIRST] * 3] * world

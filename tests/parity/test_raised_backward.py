@@ -492,3 +492,62 @@ def test_of_two_models_the_one_whose_backward_raised_goes_on(pool: WorkerPool, k
         for step, (got, expected) in enumerate(zip(worker, right, strict=True)):
             for mine, its in zip(got, expected, strict=True):
                 assert torch.allclose(mine, its, rtol=1e-9, atol=1e-12), step
+
+
+def same_output(session: atoll.Session, earlier: str) -> tuple[list[float], float]:
+    """What steps weigh, and the samples consumed, where a second backward runs over the output of one that
+    raised midway.
+
+    `earlier`: gradients of another batch, which have come before, are `kept` or `dropped`; "": there are
+    none. The second backward runs over that batch's output as well.
+    """
+    script, weights, raises = Script(session, session.world), list[float](), [False]
+    net, optimizer, (x, _) = script.net, script.optimizer, batch_of(0, 0, 0)
+
+    def hook(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        def act(_gradient: Tensor) -> None:
+            if raises[0]:
+                raise RaisedError
+
+        output.register_hook(act)
+
+    net[6].register_forward_hook(hook)
+    for _ in range(3):
+        outputs, kept = list[Tensor](), list[Tensor]()
+        if earlier:
+            outputs.append(net(x[:2]))
+            with session.no_sync():
+                outputs[0].sum().backward(retain_graph=True)
+            kept = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+        outputs.append(net(x))
+        raises[0] = True
+        with pytest.raises(RaisedError):
+            outputs[-1].sum().backward(retain_graph=True)
+        raises[0] = False
+        optimizer.zero_grad()
+        if earlier == "kept":
+            for parameter, gradient in zip(net.parameters(), kept, strict=True):
+                parameter.grad = gradient
+        torch.stack([each.sum() for each in outputs]).sum().backward()
+        weights.append(session._models.find(net).samples.known or 0.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    session.barrier()
+    return weights, script.run_samples()
+
+
+@pytest.mark.parametrize("earlier", ["", "kept", "dropped"])
+@pytest.mark.parametrize("kind", ["alone", "ring", "asp"])
+def test_a_second_backward_over_an_output_counts_it_if_the_first_raised(
+    pool: WorkerPool, kind: str, earlier: str
+) -> None:
+    world, samples = 2 if kind == "ring" else 1, MANY + (2 if earlier else 0)
+    found = (
+        [alone(same_output, earlier)]
+        if kind == "alone"
+        else run_at(pool, kind, same_output, earlier, world=world)
+    )
+    for weights, consumed in found:
+        if kind != "alone":  # a mean of one has no weights
+            assert weights == [samples] * 3
+        assert consumed == 3 * samples * world

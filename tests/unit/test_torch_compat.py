@@ -950,3 +950,52 @@ def test_the_graph_of_a_backward_that_raised(unwatched: Any) -> None:
     assert not one.may_hide(found=False)
     assert [graph.may_hide(found=False) for graph in others] == [True, True]
     assert [graph.may_hide(found=True) for graph in others] == [False, True]
+
+
+def test_the_graph_of_each_form_of_a_backward_s_first_argument(unwatched: Any) -> None:
+    here, there = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    watcher = _BackwardsHeard()
+    patches.watch_backwards(watcher)
+
+    def loss() -> torch.Tensor:
+        return _Raising.apply(here.exp()).sum()
+
+    forms: list[Any] = [
+        get_gradient_edge(loss()), [get_gradient_edge(loss())], {"loss": loss()}.values(),
+        (each for each in [loss()]), iter([loss()]),
+    ]  # fmt: skip
+    gradient = torch.ones(())
+    for form in forms:
+        with pytest.raises(RuntimeError, match="no memory"):
+            torch.autograd.backward(form, [gradient] if isinstance(form, list) else gradient)
+    with pytest.raises(RuntimeError, match="no memory"):
+        torch.autograd.backward(tensors=(each for each in [loss()]))
+    torch.autograd.backward(each for each in [there.sum()])
+    assert there.grad is not None
+    assert [graph.has_any([here]) for graph in watcher.graphs] == [True] * 6
+    assert not any(graph.has_any([there]) for graph in watcher.graphs)
+    for wrong in (None, 3, [None]):
+        with pytest.raises((TypeError, AttributeError, AssertionError)) as error:
+            torch.autograd.backward(wrong)
+        assert error.value.__context__ is None
+
+
+class _Keeping(torch.autograd.Function):
+    """Keeps a tensor of its own under the name that a parameter's node has for the parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, kept: list[torch.Tensor]) -> torch.Tensor:
+        ctx.variable = kept[0]
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, *_gradients: torch.Tensor) -> Any:
+        raise RuntimeError("no memory")
+
+
+def test_a_function_s_own_attribute_is_no_parameter() -> None:
+    here, there = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    graph = BackwardGraph(_Keeping.apply(here.exp(), [there]).sum())
+    assert graph.has_any([here])
+    assert not graph.has_any([there])
+    assert graph.may_hide(found=False)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
+from torch.autograd.graph import GradientEdge
 
 
 class BackwardGraph:
@@ -16,13 +17,17 @@ class BackwardGraph:
     that one reaches is in no graph.
 
     Args:
-        tensors: the first argument of `torch.autograd.backward`.
+        tensors: the first argument of `torch.autograd.backward`; an iterator that backward has used up shows
+            nothing.
     """
 
     def __init__(self, tensors: Any) -> None:
         self._leaves = set[int]()  # the identities of the tensors that would have had a gradient
         self._may_hide = self._has_checkpoint = False
-        given = tensors if isinstance(tensors, (tuple, list)) else [tensors]
+        if isinstance(tensors, (Tensor, GradientEdge)):
+            given: tuple[Any, ...] = (tensors,)
+        else:
+            given = tuple(tensors) if isinstance(tensors, Iterable) else ()
         left = [_node(each) for each in given]
         seen = set(left)
         self._leaves.update(id(each) for each in given if isinstance(each, Tensor) and each.is_leaf)
@@ -30,12 +35,11 @@ class BackwardGraph:
             node = left.pop()
             if node is None:
                 continue
-            leaf = getattr(node, "variable", None)
-            if leaf is not None:
-                self._leaves.add(id(leaf))
-            elif isinstance(node, FunctionCtx):
+            if isinstance(node, FunctionCtx):  # its attributes are the script's
                 self._may_hide = True
                 self._has_checkpoint = self._has_checkpoint or "Checkpoint" in type(node).__name__
+            elif (leaf := getattr(node, "variable", None)) is not None:
+                self._leaves.add(id(leaf))
             for following, _ in node.next_functions:
                 if following not in seen:
                     seen.add(following)

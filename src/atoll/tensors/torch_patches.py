@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakMethod, ref
 
@@ -212,11 +212,18 @@ def _telling(backward: Any) -> Any:
 
     @functools.wraps(backward)
     def watched(*arguments: Any, **named: Any) -> None:
+        tensors = arguments[0] if arguments else named.get("tensors")
+        if not isinstance(tensors, Tensor) and isinstance(tensors, Iterator):
+            tensors = tuple(tensors)  # backward would use it up
+            if arguments:
+                arguments = (tensors, *arguments[1:])
+            else:
+                named["tensors"] = tensors
         try:
             backward(*arguments, **named)
         except BaseException:
             if watched is _watched_backward and not is_within_backward():
-                graph = BackwardGraph(arguments[0] if arguments else named.get("tensors"))
+                graph = BackwardGraph(tensors)
                 for held in list(_backward_watchers):
                     watcher = held()
                     if watcher is not None:

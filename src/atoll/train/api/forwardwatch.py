@@ -11,9 +11,8 @@ from atoll.tensors.torch_compat import backward_under_way
 from atoll.train.api.parametercheck import ParameterCheck
 from atoll.train.api.scriptmodel import ScriptModel
 from atoll.train.gradients.backward import BackwardEnd
-from atoll.train.gradients.forwards import BesideCompiled, ForwardHooks
+from atoll.train.gradients.forwards import BesideCompiled, ForwardHooks, SeenForward
 from atoll.train.gradients.reducer import Reducer
-from atoll.train.gradients.samples import SeenSamples
 from atoll.train.sync.strategies import Stepper
 
 
@@ -83,17 +82,20 @@ class ForwardWatch:
             self._stepper.bring_changes()
         self._model.given.batches.forward()
 
-    def _reached(self, seen: SeenSamples | None) -> None:
+    def _reached(self, forward: SeenForward) -> None:
         model, acts_after = self._model, self._reducer.acts_after_backward
         backward = backward_under_way()
         if acts_after:
             model.reached_in = model.begins()
         else:
-            number = self._backward.begins_alone(model, backward)
+            is_new = self._backward.begins_alone(model, backward)
             self._reducer.reached(backward)  # counts the backward before
-            model.begins_as(number)
-        if seen is not None:
-            batch = model.given.batches.count(seen)
+            if is_new:
+                model.begins_as(self._backward.number)
+        if not forward.is_counted:  # asked here, after a backward that raised is given up
+            forward.is_counted = True
+            model.counted.append(forward)
+            batch = model.given.batches.count(forward.seen)
             if batch.samples is not None:
                 model.samples.count(batch.samples, batch.basis, batch.new)
         if backward != -1 and acts_after:

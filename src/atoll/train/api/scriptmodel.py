@@ -23,6 +23,7 @@ from atoll.train.api.origin import Origin
 from atoll.train.api.stepset import StepSet
 from atoll.train.data.moredata import MoreData
 from atoll.train.gradients.backward import BackwardEnd
+from atoll.train.gradients.forwards import SeenForward
 from atoll.train.gradients.reducer import Shares
 from atoll.train.gradients.samples import ContributionWeight, CountedBatch, SampleCount, SeenSamples
 from atoll.train.gradients.sums import gradient_nodes, will_accumulate
@@ -93,7 +94,9 @@ class ScriptModel:
         has_new: True if gradients of it have come that no reduction has seen.
         reached_in: the latest backward that reached one of its forwards.
         forwards: the number of its forwards that have ended.
-        thread: the thread of the latest forward or weight; None before the first.
+        counted: the forwards whose samples are counted, and not used by a reduction.
+        thread: the thread of the latest forward; None before the first.
+        weighed_in: the thread of the latest weight; None before the first.
     """
 
     def __init__(self, given: Given, more: MoreData, backward: BackwardEnd) -> None:
@@ -106,9 +109,12 @@ class ScriptModel:
         self.unstepped = False
         self.forwards = 0
         self.thread: int | None = None
+        self.weighed_in: int | None = None
+        self.counted: list[SeenForward] = []
         # The latest backward that reached a forward, and the latest that left gradients:
         self.reached_in = self._came_in = -1
         self._began_in, self._mark = -1, self.samples.mark()  # the latest backward of either, and its start
+        self._counted_before = 0  # forwards that were counted by then
         self._nodes: list[Any] = []
         self._hooks: list[Any] = []
 
@@ -138,6 +144,7 @@ class ScriptModel:
         """Note that gradients are reduced. `alike`: all workers counted alike."""
         if self.has_new or not self._hooks:  # of others alone the samples are still to count
             self.samples.use(alike=alike)
+            self.counted.clear()
         self.has_new, self.unstepped = False, True
 
     def gradient_came(self, *_: object) -> None:
@@ -159,6 +166,10 @@ class ScriptModel:
         """True if samples are counted or given that no reduction has used."""
         return self.samples.known is not None and not self.samples.is_used
 
+    def trains_in(self, thread: int) -> bool:
+        """True if the latest forward or the latest weight was in this thread; before the first, always."""
+        return thread in (self.thread, self.weighed_in) or self.thread is self.weighed_in is None
+
     def has_gradients(self) -> bool:
         """True if a parameter has a gradient."""
         return any(parameter.grad is not None for parameter in self.parameters.values())
@@ -174,6 +185,7 @@ class ScriptModel:
         """Remember what is counted before the backward of this number."""
         if self._began_in != number:
             self._began_in, self._mark = number, self.samples.begins()
+            self._counted_before = len(self.counted)
 
     def forward_raised(self) -> None:
         """Treat a forward that raised like a backward that did so before it reached the model.
@@ -186,7 +198,12 @@ class ScriptModel:
 
     def give_up(self, *, retried: bool) -> None:
         """Forget the samples of a backward that raised. `retried`: another one follows before the step."""
-        self.samples.take_back(self._mark, is_empty=not self.has_gradients(), retried=retried)
+        is_empty = not self.has_gradients()
+        self.samples.take_back(self._mark, is_empty=is_empty, retried=retried)
+        first = 0 if is_empty else self._counted_before
+        for forward in self.counted[first:]:
+            forward.is_counted = False
+        del self.counted[first:]
         if not is_within_backward():  # else gradients of the next backward come already
             self.has_new = self.has_new and any(each.has_values for each in self.sets)
 

@@ -5,7 +5,7 @@ Workers must run their collectives in one order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from threading import get_ident
 from typing import Protocol
@@ -33,17 +33,22 @@ class CountedModel(Protocol):
             far as backwards have reached the model.
         has_counted: True if samples are counted or given that no reduction has used.
         parameters: its parameters, by their names.
-        thread: the thread of the latest forward or weight; None before the first.
+        thread: the thread of the latest forward; None before the first.
+        weighed_in: the thread of the latest weight; None before the first.
     """
 
     parameters: dict[str, nn.Parameter]
     thread: int | None
+    weighed_in: int | None
 
     @property
     def awaits_backward(self) -> bool: ...
 
     @property
     def has_counted(self) -> bool: ...
+
+    def trains_in(self, thread: int) -> bool:
+        """True if the latest forward or the latest weight was in this thread; before the first, always."""
 
     def has_gradients(self) -> bool:
         """True if a parameter has a gradient."""
@@ -76,9 +81,11 @@ class BackwardEnd:
         self._counted: list[CountedModel] = []  # all of them
         self._late: dict[Reducer, LateSteps] = {}  # of models whose steps may wait
         self._armed = False
-        self._reached: list[CountedModel] = []  # the models that the backward under way has reached
+        # The models that the backward under way has reached; alone, where threads may each have one, with
+        # autograd's number of it:
+        self._reached: dict[CountedModel, int] = {}
         self._is_alone = False  # True if nothing waits for the ends of backwards
-        self._alone_in = -1  # autograd's number of the latest backward in `begins_alone`
+        self._raised_in: dict[int, list[CountedModel]] = {}  # alone, by the thread: models to give up
         self._any_returned = False  # True if a backward has ended since the script gave a weight
         # What backwards call at their ends: the armed one, and one in which steps wait. Autograd alone holds
         # it, and drops it if the backward raises:
@@ -109,46 +116,53 @@ class BackwardEnd:
         self._late.pop(reducer, None)
         for model in self._models.pop(reducer):
             self._counted.remove(model)
-            if model in self._reached:
-                self._reached.remove(model)
+            self._reached.pop(model, None)
+            for models in self._raised_in.values():
+                if model in models:
+                    models.remove(model)
         self._reducers.remove(reducer)
 
-    def begins_alone(self, model: CountedModel, backward: int) -> int:
-        """Act as `begins`, on a worker alone, where nothing waits for a backward's end.
+    def begins_alone(self, model: CountedModel, backward: int) -> bool:
+        """Act as `begins`, on a worker alone, where nothing waits for a backward's end. Return True if this
+        backward has not reached `model` before; `number` is a new one then.
 
         `backward` is autograd's number of it; -1: a forward counts its batch, outside of any.
         """
-        if self._armed:
-            self._give_up()
-        if not self._reached or backward not in (-1, self._alone_in):
-            self._alone_in = backward
-            self._reached.clear()  # they were of a backward that has ended, called past `watch_backwards`
-            self.number += 1
-        if model not in self._reached:
-            self._reached.append(model)
-        return self.number
+        if self._raised_in:
+            self._give_up_alone(model)
+        reached = self._reached
+        if reached:
+            if model in reached and backward in (-1, reached[model]):
+                return False
+            for other, its in list(reached.items()):
+                # It was of a backward that has ended, called past `watch_backwards`:
+                if backward not in (-1, its) and other.thread == model.thread:
+                    reached.pop(other, None)
+        reached[model] = backward
+        self.number += 1
+        return True
 
     def returned(self) -> None:
         """Note that a backward has ended, of whichever model."""
-        thread = get_ident()
+        thread, trains = get_ident(), False
         for model in self._counted:
-            if model.thread is None or model.thread == thread:
-                break
-        else:
-            return  # no model trains in this thread
-        self._any_returned = True
-        if not self._armed:
-            self._reached.clear()
-        elif self._is_alone and self._armed_end is _no_end:  # it followed one that raised
-            self._give_up()
+            if model.thread == thread or model.trains_in(thread):
+                trains = True
+                if not self._armed:
+                    self._reached.pop(model, None)
+        if trains:
+            self._any_returned = True
+            if self._raised_in:  # it followed one that raised
+                self._give_up_alone()
 
     def raised(self, graph: BackwardGraph) -> None:
         """Note that a backward of `graph` has raised, perhaps before it has reached a model.
 
         It is given up before the next act of the script that shows what the script does with it. Errors of
-        graphs without a model are not heeded, nor are those of threads in which no model trains.
+        graphs that cannot hold a model are not heeded, nor are those of threads in which no model trains.
         """
-        models = [each for each in self._counted if each.thread in (None, get_ident())]
+        thread = get_ident()
+        models = [each for each in self._counted if each.trains_in(thread)]
         found = [model for model in models if graph.has_any(model.parameters.values())]
         if graph.may_hide(found=bool(found)):
             found = models
@@ -162,6 +176,9 @@ class BackwardEnd:
     def _raised(self, found: Sequence[CountedModel]) -> None:
         """Note an error in a backward or a forward of the models `found`, of the batches whose weights were
         given last."""
+        if self._is_alone:
+            self._raised_alone(found)
+            return
         if self._armed and self._armed_end() is not None:
             return  # it is another thread's
         if self._armed and self._armed_end is _no_end:
@@ -172,14 +189,31 @@ class BackwardEnd:
         armed, self._armed = self._armed, False
         if not armed and not self._reached:
             self.number += 1
-        for model in found:
-            if model not in self._reached and (model.awaits_backward or model.has_counted):
-                self._reducer_of(model).count_before()
-                model.begins()
+        self._begin_in(found)
         if armed or self._reached:
             self._armed, self._armed_end = True, _no_end
             for reducer in self._reducers:
                 reducer.raised()
+
+    def _raised_alone(self, found: Sequence[CountedModel]) -> None:
+        """Act as `_raised`, on a worker alone. Backwards of other threads go on."""
+        thread = get_ident()
+        self._give_up_alone()
+        self.number += 1
+        self._begin_in(found)
+        raised = [each for each in list(self._reached) if each in found or each.trains_in(thread)]
+        for model in raised:
+            self._reached.pop(model, None)
+            self._reducer_of(model).raised()
+        if raised:
+            self._raised_in[thread] = raised
+
+    def _begin_in(self, found: Sequence[CountedModel]) -> None:
+        """Note that the backward that raised was one of the models `found`, whom it may not have reached."""
+        for model in found:
+            if model not in self._reached and (model.awaits_backward or model.has_counted):
+                self._reducer_of(model).count_before()
+                model.begins()
 
     def _reducer_of(self, model: CountedModel) -> Reducer:
         return next(reducer for reducer, models in self._models.items() if model in models)
@@ -191,14 +225,16 @@ class BackwardEnd:
         """
         if is_within_backward():
             return
-        model.thread = get_ident()
+        model.weighed_in = get_ident()
         if self._armed and self._armed_end() is None:
             self._give_up()
+        elif self._raised_in and self._give_up_alone(model):
+            pass
         elif self._any_returned and model.awaits_backward and model.has_gradients():
             # A backward of the model in parts, on a worker alone, where no hook sees it:
             self.number += 1
             model.begins()
-            self._reached.clear()
+            self._reached.pop(model, None)
             self.number += 1
         self._any_returned = False
         self._reducer_of(model).count_before()
@@ -210,8 +246,7 @@ class BackwardEnd:
         """
         if self._armed and self._armed_end() is None:
             self._give_up()
-        if model not in self._reached:
-            self._reached.append(model)
+        self._reached[model] = -1
         return self.number
 
     def arm(self) -> None:
@@ -276,6 +311,8 @@ class BackwardEnd:
             self._forget_late_steps()
         if self._armed:
             self._give_up()
+        elif self._raised_in:
+            self._give_up_alone()
 
     def _give_up(self, *, retried: bool = True) -> None:
         """Forget a backward that raised, and the samples that it has counted. Its gradients stay where it has
@@ -283,13 +320,29 @@ class BackwardEnd:
         for reducer in self._reducers:
             reducer.sum.gradients.abandon()
         self._armed = False
+        reached, self._reached = self._reached, {}
+        self._forget(self._reducers, reached, retried=retried)
+
+    def _give_up_alone(self, model: CountedModel | None = None, *, retried: bool = True) -> bool:
+        """Act as `_give_up`, on a worker alone, if a backward of this thread, or one of `model`, raised;
+        return False if none did."""
+        here = get_ident()
+        threads = [each for each, models in list(self._raised_in.items()) if each == here or model in models]
+        for thread in threads:
+            raised = self._raised_in.pop(thread, [])
+            reducers = [self._reducer_of(each) for each in raised]
+            for reducer in reducers:
+                reducer.sum.gradients.abandon()
+            self._forget(reducers, raised, retried=retried)
+        return bool(threads)
+
+    def _forget(self, reducers: Sequence[Reducer], models: Iterable[CountedModel], *, retried: bool) -> None:
         self.number += 1
-        for reducer in self._reducers:
+        for reducer in reducers:
             reducer.begin()
             if not is_within_backward():  # else gradients of the next backward come already
                 reducer.phase.unsent = reducer.phase.unsent and reducer.watch.has_values()
-        reached, self._reached = self._reached, []
-        for model in reached:
+        for model in models:
             model.give_up(retried=retried)
 
     def repeat(self) -> None:
@@ -297,7 +350,7 @@ class BackwardEnd:
         reduce. `finish` then does."""
         self._forget_late_steps()
         self._reached.clear()
-        if self._armed:
+        if self._raised_in.pop(get_ident(), None) or self._armed:
             self._armed = False
             self.number += 1
         for reducer in self._reducers:
@@ -344,6 +397,8 @@ class BackwardEnd:
         """
         if self._armed and self._armed_end() is None:
             self._give_up(retried=False)
+        elif self._raised_in:
+            self._give_up_alone(self._models[reducer][0], retried=False)
         due = [reducer]
         if self._ring is not None and len(self._reducers) > 1:
             due = self._due(self._ring, self._reducers, also=reducer)

@@ -36,9 +36,7 @@ class ForwardHooks:
     `before()` is called before each forward. `accumulates()` returns whether the running backward leaves
     gradients in the model's parameters; torch.autograd.grad does not.
 
-    `reached(seen)` is called when a backward that leaves gradients reaches a forward's output; `seen` is the
-    number of samples that the forward shows. It is called with None if an earlier backward has reached that
-    output.
+    `reached(forward)` is called whenever a backward that leaves gradients reaches the output of that forward.
 
     `tells` hears of each forward's end.
     """
@@ -49,7 +47,7 @@ class ForwardHooks:
         *,
         before: Callable[[], None],
         accumulates: Callable[[], bool],
-        reached: Callable[[SeenSamples | None], None],
+        reached: Callable[[SeenForward], None],
         tells: Forwards,
     ) -> None:
         self._tells = tells
@@ -78,33 +76,36 @@ class ForwardHooks:
             return
         tells.forwards += 1
         tells.thread = get_ident()
-        seen = seen_in((args, kwargs), output)
-        hook = _Reached(self._accumulates, self._reached, seen)
+        hook = SeenForward(self._accumulates, self._reached, seen_in((args, kwargs), output))
         if isinstance(output, Tensor) and output.grad_fn is not None:  # nearly always
             output.register_hook(hook)  # type: ignore[no-untyped-call]
             return
         reached = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
         if not reached:  # an output of an unknown kind: count at the forward
-            self._reached(seen)
+            self._reached(hook)
         for tensor in reached:
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
-class _Reached:
-    """A gradient hook that calls `then(seen)` when `condition()` is first True, `then(None)` afterwards."""
+class SeenForward:
+    """A forward as its output shows it: a gradient hook that calls `then(self)` if `condition()` is True.
 
-    __slots__ = ("_condition", "_seen", "_then")
+    Attributes:
+        seen: the number of samples that the forward shows.
+        is_counted: True if they are counted, until the backward that has counted them is given up.
+    """
+
+    __slots__ = ("_condition", "_then", "is_counted", "seen")
 
     def __init__(
-        self, condition: Callable[[], bool], then: Callable[[SeenSamples | None], None], seen: SeenSamples
+        self, condition: Callable[[], bool], then: Callable[[SeenForward], None], seen: SeenSamples
     ) -> None:
         self._condition, self._then = condition, then
-        self._seen: SeenSamples | None = seen
+        self.seen, self.is_counted = seen, False
 
     def __call__(self, _gradient: Tensor) -> None:
         if self._condition():
-            seen, self._seen = self._seen, None
-            self._then(seen)
+            self._then(self)
 
 
 class BesideCompiled(LeftBehind):
