@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from atoll.groups.shares import ShareChooser, SpeedModel, are_held, even, scaled, share_out
+from atoll.groups.shares import ShareChange, ShareChooser, SpeedModel, are_held, even, scaled, share_out
 
 SECONDS = st.floats(0, 5, allow_subnormal=False)
 EACH = st.floats(1e-4, 5, allow_subnormal=False)
@@ -233,6 +233,100 @@ def test_a_worker_that_slows_down_by_half_has_the_right_share_within_ten_iterati
     for _ in range(10):
         world.step()
     assert world.step() > 0.95
+
+
+@given(
+    st.lists(st.tuples(st.floats(1e-9, 1e6), st.integers(0, 10**6)), min_size=1, max_size=40),
+    st.floats(1e-9, 1e6),
+)
+def test_whatever_is_measured_the_line_is_one_of_seconds(measured, other):
+    model, measured_any = SpeedModel(2), False
+    for seconds, samples in measured:
+        measured_any |= samples > 0
+        model.observe(np.array([seconds, other]), np.array([float(samples), 32.0]))
+        for fixed, each in ((model.fixed, model.each), model.careful_line()):
+            assert np.isfinite([fixed, each]).all()
+            assert (fixed >= 0).all()
+            assert each[1] > 0
+            assert each[0] > 0 or not measured_any
+
+
+def test_the_seconds_that_do_not_depend_on_samples_are_known_for_as_long_as_the_size_stays():
+    """Load comes and goes meanwhile: it scales all of a worker's seconds."""
+    model, random = SpeedModel(1), np.random.default_rng(3)
+    for number in range(24):
+        samples = (32.0, 12.0)[number // 3 % 2]
+        model.observe(np.array([0.3 + 0.01 * samples]), np.array([samples]))
+    load = 1.0
+    for number in range(300):
+        if number % 30 == 0:
+            load = 1 + 2 * random.random()
+        noise = 1 + 0.1 * abs(random.standard_normal())
+        model.observe(np.array([load * noise * (0.3 + 0.01 * 12)]), np.array([12.0]))
+    assert model.seconds_for(np.array([60])) == pytest.approx([load * (0.3 + 0.01 * 60)], rel=0.2)
+
+
+class Loaded:
+    """Workers that have other work to do for a stretch, then none, and are disturbed from time to time.
+
+    Other work delays a worker's fixed seconds alone if `sleeps`: its samples then take time, not a processor.
+    """
+
+    def __init__(self, seed: int, total: int, fixed, each, *, sleeps: bool) -> None:
+        self._random, self._sleeps = np.random.default_rng(seed), sleeps
+        self.fixed, self.each, self.load = np.array(fixed), np.array(each), np.ones(len(each))
+        self.chooser = ShareChooser(len(each), total)
+        self._coming = [self.chooser.parts] * 2  # parts hold two iterations after the report
+
+    def step(self) -> tuple[float, ShareChange | None]:
+        """Make an iteration; return the slowest worker's seconds, and the change that follows."""
+        workers, random = len(self.each), self._random
+        new = 1 + 3 * random.random(workers) * (random.random(workers) < 0.5)
+        self.load = np.where(random.random(workers) < 1 / 40, new, self.load)
+        noise = np.exp(0.1 * np.abs(random.standard_normal(workers)))
+        noise = noise * np.where(random.random(workers) < 0.05, 1 + 3 * random.random(workers), 1.0)
+        parts = self._coming.pop(0)
+        slower = noise * self.load
+        seconds = self.fixed * slower + self.each * parts * (1.0 if self._sleeps else slower)
+        change = self.chooser.observe(seconds, parts.astype(float))
+        self._coming.append(self.chooser.parts)
+        return float(seconds.max()), change
+
+
+LOADED = {
+    "two that sleep": (14, [0.015] * 2, [0.002, 0.008], True),
+    "four that sleep": (28, [0.015] * 4, [0.002, 0.002, 0.002, 0.008], True),
+    "mostly fixed": (14, [0.06] * 2, [0.004, 0.008], True),
+    "two that compute": (64, [0.05] * 2, [0.008, 0.008], False),
+    "eight that compute": (256, [0.1] * 8, [0.01] * 4 + [0.02, 0.02, 0.03, 0.04], False),
+}
+
+
+@pytest.mark.parametrize("case", LOADED)
+def test_under_load_that_comes_and_goes_no_part_is_expected_to_take_less_than_it_can(case):
+    total, fixed, each, sleeps = LOADED[case]
+    took = without = 0.0
+    for seed in range(6):
+        world = Loaded(seed, total, fixed, each, sleeps=sleeps)
+        even_one = Loaded(seed, total, fixed, each, sleeps=sleeps)
+        even_one.chooser = ShareChooser(len(each), total, by_speed=False)
+        for _ in range(200):
+            seconds, change = world.step()
+            took += seconds
+            without += even_one.step()[0]
+            if change is not None:
+                # Without other work and noise, with a margin: before sizes have differed, lines go through 0.
+                assert change.after > 0.8 * (world.fixed + world.each * change.parts).max(), (seed, change)
+    assert took < 1.02 * without
+
+
+def test_two_workers_under_load_that_comes_and_goes_do_not_exchange_parts():
+    """The one takes 8 ms for a sample, whatever else its machine does, and never gets most of a batch."""
+    for seed in range(12):
+        world = Loaded(seed, 14, [0.015] * 2, [0.002, 0.008], sleeps=True)
+        for _ in range(300):
+            world.step()
+            assert world.chooser.parts[1] <= 7, seed
 
 
 def test_a_change_that_costs_more_than_it_brings_is_not_made_again():

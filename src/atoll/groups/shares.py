@@ -19,9 +19,14 @@ from numpy.typing import NDArray
 
 Floats: TypeAlias = NDArray[np.float64]
 Whole: TypeAlias = NDArray[np.int64]
+Flags: TypeAlias = NDArray[np.bool_]
 
 _KEPT = 0.85  # weight of an earlier iteration, against the one after it
-_PRIOR = 0.02  # weight of the assumption that nothing is fixed: of one iteration with another size, squared
+_PRIOR = 0.5  # of a worker's seconds, the standard deviation of what is fixed, before sizes have differed
+_TURN = 1e-3  # part by which an iteration returns the variance of the slope to that
+_NOISE = 0.05  # of an iteration's seconds, as a part of them, before it is known
+_LEAST_NOISE = 1e-3
+_NOISE_KEPT = 0.9  # weight of the noise as known before, against an iteration's
 _LEAST_EACH = 0.05  # of a worker's seconds per sample, the least part that grows with samples
 _ODD = 1.4  # an iteration that takes this many times what is expected, or the inverse, is odd
 _LASTS = 3  # odd iterations in a row after which the worker's speed has changed
@@ -34,10 +39,15 @@ _MOST = 2.0**62  # the largest product of whole numbers, of 64 bits
 
 
 class SpeedModel:
-    """The seconds that each worker takes for n samples, from its own latest iterations.
+    """The seconds that each worker takes for n samples, from its own iterations: a Kalman filter of a line.
+
+    Two things change a worker's seconds. Load changes often, and scales the line as a whole. The proportion
+    of `fixed` to `each` hardly changes, and shows only when n does. So the filter follows the scale from
+    iteration to iteration, keeps the proportion for as long as n stays, and trusts neither more than the
+    worker's noise allows.
 
     A single odd iteration (a checkpoint, another process) counts for nothing. Several in a row mean that the
-    worker's speed has changed, and scale what is known.
+    worker's speed has changed. They scale the line, and its proportion is uncertain again.
 
     Attributes:
         fixed: seconds that do not depend on samples, (workers,).
@@ -50,11 +60,10 @@ class SpeedModel:
 
         self.fixed, self.each = zeros(), zeros()
         self._counted: Whole = np.zeros(workers, dtype=np.int64)
-        # Sums over iterations, each with its weight: the weights, means, squares of samples, and products.
-        self._weight, self._samples, self._seconds = zeros(), zeros(), zeros()
-        self._squares, self._products = zeros(), zeros()
-        self._unsure = zeros()  # of the slope
-        self._noise = 0.0  # mean square of what iterations are off, as a part of the expected seconds
+        self._latest: Floats = np.ones(workers)  # the samples of the latest iteration that counted
+        # The covariance of the line: of `fixed`, of `fixed` and `each`, of `each`.
+        self._var_fixed, self._var_both, self._var_each = zeros(), zeros(), zeros()
+        self._noise: Floats = np.full(workers, _NOISE**2)  # mean square of errors, as a part of the seconds
         self._odd: Whole = np.zeros(workers, dtype=np.int64)  # odd iterations in a row; below 0: faster ones
         self._ratios: Floats = np.ones((_LASTS, workers))  # of the latest odd ones' to the expected seconds
 
@@ -66,42 +75,80 @@ class SpeedModel:
     @property
     def error(self) -> float:
         """By what part the expected seconds of the worker that is off the most may be off."""
-        of_mean = math.sqrt(self._noise * (1 - _KEPT) / (1 + _KEPT))
+        of_mean = math.sqrt(float(self._noise.mean()) * (1 - _KEPT) / (1 + _KEPT))
         return of_mean * math.sqrt(2 * math.log(max(2, len(self.each))))
 
     def seconds_for(self, samples: Whole | Floats) -> Floats:
         """Return the expected seconds of each worker for its number of samples."""
         return self.fixed + self.each * samples
 
+    def careful_line(self) -> tuple[Floats, Floats]:
+        """Return each worker's `fixed` and `each` with a slope that is steeper by its standard deviation.
+
+        The line passes through the expected seconds for the latest samples, and is at most in proportion to
+        samples. The steeper the lines, the smaller the change of parts that lets all workers finish together.
+        """
+        seconds = self.seconds_for(self._latest)
+        each = np.minimum(self.each + np.sqrt(self._var_each), seconds / self._latest)
+        return np.maximum(seconds - each * self._latest, 0.0), each
+
     def observe(self, seconds: Floats, samples: Floats) -> None:
         """Take an iteration of each worker; 0 seconds or 0 samples: nothing is known of this one."""
         there = (seconds > 0) & (samples > 0) & np.isfinite(seconds)
-        all_there = bool(there.all())
-        if not all_there:
+        if not there.all():
             seconds, samples = np.where(there, seconds, 1.0), np.where(there, samples, 1.0)
+        known = there & (self._counted > 0)
+        self._drift()
         expected = self.seconds_for(samples)
-        # How far the seconds may be off for a size that is new: as far as the line's slope is unknown.
-        unsure = self._unsure * np.abs(samples - self._samples)
+        # How far the seconds may be off for a size that is new: by two standard deviations of the slope.
+        unsure = 2 * np.sqrt(self._var_each) * np.abs(samples - self._latest)
         slower, lower = seconds > _ODD * (expected + unsure), expected - unsure
-        odd = (slower | (_ODD * seconds < lower)) & there & (self._weight > 0)
-        any_odd = bool(odd.any())
-        if any_odd:
+        odd = known & (slower | (_ODD * seconds < lower))
+        usual = there & ~odd
+        self._odd[usual] = 0
+        self._correct(known, known & ~odd, seconds - expected, expected, samples)
+        if odd.any():
             which = np.flatnonzero(odd)
-            usual = np.where(slower[which], expected[which] + unsure[which], lower[which])
-            self._note_odd(which, np.where(slower[which], 1, -1), seconds[which] / usual)
-        self._note_noise(seconds, expected, there & ~odd & (self._weight > 0))
-        every = all_there and not any_odd  # nearly always
-        self._odd[slice(None) if every else there & ~odd] = 0
-        self._add(None if every else there & ~odd, seconds, samples)
-        self._fit()
+            usually = np.where(slower[which], expected[which] + unsure[which], lower[which])
+            self._note_odd(which, np.where(slower[which], 1, -1), seconds[which] / usually)
+        self._latest = np.where(usual, samples, self._latest)
+        self._counted += usual
+        if (begins := np.flatnonzero(usual & ~known)).size:
+            self.each[begins] = seconds[begins] / samples[begins]
+            self._doubt(begins)
+        self._limit()
 
-    def _note_noise(self, seconds: Floats, expected: Floats, usual: NDArray[np.bool_]) -> None:
-        off = np.square(seconds / np.where(usual, expected, seconds) - 1)
-        if number := np.count_nonzero(usual):
-            self._noise += (1 - _KEPT) * (float(off.sum(where=usual)) / number - self._noise)
+    def _drift(self) -> None:
+        """Let an iteration's time pass: scales change by themselves, and proportions hardly do."""
+        drift = (1 - _KEPT) ** 2 / _KEPT * self._noise  # with which the filter forgets as _KEPT says
+        fixed, each = self.fixed, self.each
+        spread = np.square(_PRIOR * (fixed / self._latest + each))
+        turn = _TURN * np.maximum(spread - self._var_each, 0.0)
+        self._var_fixed = self._var_fixed + drift * fixed**2 + turn * self._latest**2
+        self._var_both = self._var_both + drift * fixed * each - turn * self._latest
+        self._var_each = self._var_each + drift * each**2 + turn
+
+    def _correct(self, known: Flags, usual: Flags, off: Floats, expected: Floats, samples: Floats) -> None:
+        """Learn from how far the seconds are `off`: the noise of workers that are `known`, and the lines of
+        those whose iteration is `usual`."""
+        with_fixed = self._var_fixed + self._var_both * samples
+        with_each = self._var_both + self._var_each * samples
+        of_noise = self._noise * np.square(expected)
+        whole = with_fixed + with_each * samples + of_noise
+        inverse = np.divide(1.0, whole, out=np.zeros_like(whole), where=known)
+        # An odd iteration counts as noise too, as far as a usual one can be off.
+        square = np.minimum(np.square(off), np.square((_ODD - 1) * expected)) * self._noise * inverse
+        noise = _NOISE_KEPT * self._noise + (1 - _NOISE_KEPT) * square
+        self._noise = np.where(known, np.maximum(noise, _LEAST_NOISE**2), self._noise)
+        inverse = np.where(usual, inverse, 0.0)
+        gain = inverse * off
+        self.fixed, self.each = self.fixed + with_fixed * gain, self.each + with_each * gain
+        self._var_fixed = self._var_fixed - with_fixed**2 * inverse
+        self._var_both = self._var_both - with_fixed * with_each * inverse
+        self._var_each = np.maximum(self._var_each - with_each**2 * inverse, 0.0)
 
     def _note_odd(self, which: Whole, way: Whole, ratio: Floats) -> None:
-        """Count odd iterations of some workers; where they last, scale the seconds by their median ratio."""
+        """Count odd iterations of some workers; where they last, scale the line by their median ratio."""
         before = self._odd[which]
         self._odd[which] = np.where(before * way > 0, before, 0) + way
         self._ratios[:-1, which] = self._ratios[1:, which]
@@ -109,36 +156,26 @@ class SpeedModel:
         lasting = which[np.abs(self._odd[which]) >= _LASTS]
         if lasting.size:
             factor = np.sort(self._ratios[:, lasting], axis=0)[_LASTS // 2]
-            self._seconds[lasting] *= factor
-            self._products[lasting] *= factor
+            self.fixed[lasting] *= factor
+            self.each[lasting] *= factor
             self._odd[lasting] = 0
+            self._doubt(lasting)
 
-    def _add(self, where: NDArray[np.bool_] | None, seconds: Floats, samples: Floats) -> None:
-        """Add iterations `where` there are any; None: everywhere."""
-        before = _KEPT * self._weight
-        weight = before + 1
-        part = 1 / weight
-        spread, kept = before * part, np.array(_KEPT)
-        if where is not None:
-            weight, part = np.where(where, weight, self._weight), np.where(where, part, 0.0)
-            spread, kept = np.where(where, spread, 0.0), np.where(where, _KEPT, 1.0)
-        self._counted += 1 if where is None else where
-        more_samples, more_seconds = samples - self._samples, seconds - self._seconds
-        self._squares = kept * self._squares + spread * more_samples**2
-        self._products = kept * self._products + spread * more_samples * more_seconds
-        self._samples = self._samples + part * more_samples
-        self._seconds = self._seconds + part * more_seconds
-        self._weight = weight
+    def _doubt(self, which: Whole) -> None:
+        """Take the scale of some workers' lines to be known by one iteration, and their proportion not."""
+        samples, noise = self._latest[which], self._noise[which]
+        fixed, each = self.fixed[which], self.each[which]
+        slope = np.square(_PRIOR * (fixed / samples + each))
+        self._var_fixed[which] = noise * fixed**2 + slope * samples**2
+        self._var_both[which] = noise * fixed * each - slope * samples
+        self._var_each[which] = noise * each**2 + slope
 
-    def _fit(self) -> None:
-        """Fit a line through each worker's iterations; where sizes have not differed it goes through 0."""
-        rate = self._seconds / np.maximum(self._samples, 1e-300)
-        prior = _PRIOR * self._samples**2
-        known = np.maximum(self._squares + prior, 1e-300)
-        slope = (self._products + prior * rate) / known
-        self._unsure = rate * prior / known
-        self.each = np.minimum(np.maximum(slope, _LEAST_EACH * rate), rate)
-        self.fixed = np.maximum(self._seconds - self.each * self._samples, 0.0)
+    def _limit(self) -> None:
+        """Turn lines about their latest samples until neither number is below what is possible."""
+        seconds = np.maximum(self.seconds_for(self._latest), 0.0)
+        rate = seconds / self._latest
+        self.each = np.minimum(np.maximum(self.each, _LEAST_EACH * rate), rate)
+        self.fixed = np.maximum(seconds - self.each * self._latest, 0.0)
 
 
 def share_out(total: int, fixed: Floats, each: Floats, *, least: int = 1, most: Whole | int = 0) -> Whole:
@@ -305,8 +342,8 @@ class ShareChooser:
             return None
         if not are_held(self._total, np.ones_like(self.parts), self._most):
             return None
-        fixed, each = self._model.fixed, self._model.each
-        now = self._model.seconds_for(self.parts)
+        fixed, each = self._model.careful_line()
+        now = fixed + each * self.parts
         before = float(now.max())
         worth = before * ((_WORTH if self._changes else _UNEVEN) + self._model.error)
         horizon = max(_HORIZON, self._since)
@@ -314,7 +351,7 @@ class ShareChooser:
         if before - _least_time(self._total, fixed, 1 / each) <= least:
             return None
         parts = share_out(self._total, fixed, each, least=self._least, most=self._most)
-        then = self._model.seconds_for(parts)
+        then = fixed + each * parts
         last, after = int(then.argmax()), float(then.max())
         if before - after <= least:
             return None
@@ -339,7 +376,7 @@ class ShareChooser:
         if not held:
             parts = scaled(np.where(self.parts > 0, self._most, 0), self._total, self._least)
         elif self._by_speed and self._model.is_known:
-            fixed, each = self._model.fixed, self._model.each
+            fixed, each = self._model.careful_line()
             parts = share_out(self._total, fixed, each, least=self._least, most=self._most)
         else:
             parts = scaled(self.parts, self._total, self._least, self._most)
