@@ -31,7 +31,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 CHECKED = ("processes", "lab")  # the folders whose tests `make check` runs
-SAMPLED = 4  # of the tests of a module that is marked as sampled, `make test` runs one in so many
+SAMPLED = 6  # of the tests of a module that is marked as sampled, `make test` runs one in so many
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
