@@ -103,9 +103,18 @@ def test_whatever_a_script_does_to_its_process_its_error_is_the_first_cause(
     assert "runpy" not in err
 
 
+PRINTS_ITS_PATH = """
+os.chdir('/')
+print(Path(__file__).parent, sys.argv, flush=True)
+printed = Path(__file__).with_name("printed")
+if RANK == 0: printed.touch()  # the other one's error stops it
+else: wait_for(printed)
+"""
+
+
 def test_a_script_has_its_file_s_whole_path_as_under_python(command: Command) -> None:
     """So that it finds what lies beside it, wherever it has gone."""
-    script = PREAMBLE + "os.chdir('/')\nprint(Path(__file__).parent, sys.argv, flush=True)\n" + RAISES
+    script = PREAMBLE + PRINTS_ITS_PATH + RAISES
     _, out, err = command.run(script, options=ALONE)
     assert out == f"{command.directory} ['train.py']\n", err
     assert f'File "{command.directory}/train.py", line' in err
