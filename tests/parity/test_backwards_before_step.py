@@ -400,3 +400,29 @@ def test_a_batch_of_weight_0_is_refused_among_gradients_that_count(pool: WorkerP
     (line,) = run_at(pool, kind, a_batch_of_weight_0, 4.0, world=1)
     assert line.startswith("the gradients of a batch of weight 0 were added to those of an earlier backward")
     assert run_at(pool, kind, a_batch_of_weight_0, 0.0, world=1) == [""]
+
+
+def an_empty_slice(session: atoll.Session, _: str) -> tuple[list[tuple[float, float]], float]:
+    """Batches of 4 samples in slices of 3: of the last one, which has 2, the second slice is empty."""
+    net, optimizer = made()
+    session.prepare(net, optimizer)
+    data = TensorDataset(torch.randn(6, 32, dtype=torch.float64))
+    loader = DataLoader(data, batch_size=4, sampler=session.sampler(data, shuffle=False))
+
+    def steps() -> None:
+        for (x,) in loader:
+            for part in (x[:3], x[3:]):
+                compute(net, part, "whole").backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(torch.isfinite(p).all() for p in net.parameters())
+
+    return told_by(session, steps)
+
+
+@pytest.mark.parametrize("kind", ["asp", "ssp"])
+def test_an_empty_slice_of_a_batch_adds_nothing(pool: WorkerPool, kind: str) -> None:
+    for told, consumed in run_at(pool, kind, an_empty_slice, "", world=1):
+        assert [samples for _, samples in told] == [4.0, 2.0]
+        assert told[1] == (2.0, 2.0)
+        assert consumed == 6.0

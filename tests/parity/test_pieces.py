@@ -7,8 +7,6 @@ the backward of a layer, when gradients of later layers have left for the other 
 from __future__ import annotations
 
 import contextlib
-from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,6 +21,7 @@ from atoll.core.errors import UserError
 from atoll.hub.planner import GroupingSettings
 from atoll.train.api.place import Place
 from atoll.train.data.order import SampleOrder
+from support.fetching import fetched
 from support.pool import JobFailedError, WorkerPool
 from support.served import ServedRun, served_worker
 
@@ -187,16 +186,6 @@ def train(
             dealt: Any = sampler.place()  # type: ignore[union-attr]
             assert dealt["used"] == dealt["given"] == dealt["committed"]
     return trajectory, sizes, net.tried, left, lines
-
-
-def fetched(loader: DataLoader[Any], fetches: int) -> Iterator[Any]:
-    """The batches of a loader, each fetched so many batches before it is trained on."""
-    queue: deque[Any] = deque()
-    for batch in loader:
-        queue.append(batch)
-        if len(queue) > fetches:
-            yield queue.popleft()
-    yield from queue
 
 
 def _left(session: atoll.Session) -> int:

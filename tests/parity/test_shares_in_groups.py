@@ -6,8 +6,8 @@ Each step of a group is that of plain PyTorch on the union of its members' batch
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +27,7 @@ from atoll.groups.grouping import Grouping, sizes_of
 from atoll.hub import placement
 from atoll.hub.planner import GroupingSettings, ScoreFor
 from atoll.train.api.place import Place
+from support.fetching import fetched
 from support.pool import JobFailedError, WorkerPool
 from support.served import ServedRun, served_worker
 
@@ -96,16 +97,6 @@ def train(
                     optimizer.step()
                     steps.append((before, indices.tolist(), values(model)))
     return steps
-
-
-def fetched(loader: DataLoader[Any], fetches: int) -> Iterator[Any]:
-    """The batches of a loader, each fetched so many batches before it is trained on."""
-    queue: deque[Any] = deque()
-    for batch in loader:
-        queue.append(batch)
-        if len(queue) > fetches:
-            yield queue.popleft()
-    yield from queue
 
 
 def score_for(wanted: Grouping) -> ScoreFor:

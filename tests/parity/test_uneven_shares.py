@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -25,6 +23,7 @@ from atoll.core.memory import Memory
 from atoll.hub.planner import GroupingSettings
 from atoll.train.api.place import Place
 from atoll.train.data.order import SampleOrder
+from support.fetching import fetched
 from support.pool import JobFailedError, WorkerPool
 from support.served import ServedRun, served_worker
 
@@ -136,16 +135,6 @@ def _train(
                 optimizer.step()
                 trajectory.append(values(model))
                 sizes.append(len(x))
-
-
-def fetched(loader: DataLoader[Any], fetches: int) -> Iterator[Any]:
-    """The batches of a loader, each fetched so many batches before it is trained on."""
-    queue: deque[Any] = deque()
-    for batch in loader:
-        queue.append(batch)
-        if len(queue) > fetches:
-            yield queue.popleft()
-    yield from queue
 
 
 def compare(results: list[Result], dtype: torch.dtype) -> list[tuple[int, ...]]:

@@ -610,7 +610,8 @@ class ValuesExchange(Server):
     def _is_whole(self, own: ContributionWeight, of_group: ContributionWeight) -> None:
         """Keep the contribution: nothing leaves before `step`."""
         self.connection.members.over()
-        self.since_step.add(own, adds=self.phase.unsent)
+        # A batch without samples (an empty slice of a short last one) adds what it does in plain PyTorch:
+        self.since_step.add(own, adds=self.phase.unsent and not own.again)
         super()._is_whole(own, of_group)
 
     @torch.no_grad()
