@@ -31,7 +31,7 @@ from support.fetching import fetched
 from support.pool import JobFailedError, WorkerPool
 from support.served import ServedRun, served_worker
 
-pytestmark = pytest.mark.sampled
+pytestmark = pytest.mark.check  # each forms groups, which takes seconds
 
 LENGTH, BATCH, EPOCHS, RATE = 250, 24, 6, 0.1
 SECONDS = 10.0  # for each sample of a worker at full speed, by a clock that the test sets
