@@ -277,3 +277,48 @@ def test_a_hub_with_groups_that_read_its_records_answers_as_the_one_that_wrote_t
 def nobodys(answers: list[Any]) -> list[Any]:
     """But for what is told of groups: who waited before a restart is nobody until it asks again."""
     return [each for each in answers if not isinstance(each, Grouped)]
+
+
+def asked(hub: Hub, who: int, count: int, block: int = 0) -> Leased:
+    """The answer to a worker that asks for samples, and is ready to wait for those that others hold."""
+    keys = hub.formation.contributors_of(who)
+    lease = Lease(
+        incarnation=hub.book.members.workers.live()[who],
+        sampler=0,
+        epoch=0,
+        length=LENGTH,
+        count=count,
+        contributor=keys[-1][0] if block else 0,
+        block=block,
+        patient=True,
+    )
+    return hub.groups.lease(who, lease)
+
+
+def test_a_worker_that_a_new_group_waits_for_does_not_wait_for_samples_that_the_group_holds() -> None:
+    """Or it would wait as long as it is ready to, and the group that it holds up would be given up."""
+    hub = begun("asp")
+    assert asked(hub, 0, LENGTH).stop == LENGTH
+    assert not asked(hub, 1, 2).over  # whoever holds them may die
+    hub.groups.decide(Decided(at=hub.now, groups=[[0, 1], [2, 3]], reason="so"))
+    hub.asks(0, hub.book.members.workers.live()[0], 1)
+    assert asked(hub, 1, 2).over
+    hub.asks(1, hub.book.members.workers.live()[1], 1)
+    assert not asked(hub, 1, 2).over  # it is on its way, and nobody waits for it
+
+
+def test_a_group_that_is_waited_for_does_not_wait_for_samples_that_others_hold() -> None:
+    hub = begun("asp")
+    hub.groups.decide(Decided(at=hub.now, groups=[[0, 1]], reason="so"))
+    for who in (0, 1):
+        hub.asks(who, hub.book.members.workers.live()[who], 1)
+    for who in (0, 1):
+        number = hub.formation.contributors_of(who)[-1][0]
+        incarnation = hub.book.members.workers.live()[who]
+        hub.groups.handle(b"x", InGroup(incarnation=incarnation, contributor=number))
+    assert asked(hub, 2, LENGTH).stop == LENGTH
+    assert not asked(hub, 0, 2, block=1).over
+    hub.groups.decide(Decided(at=hub.now, groups=[[0, 1, 2]], reason="so"))
+    found = asked(hub, 0, 2, block=1)
+    assert found.over
+    assert asked(hub, 1, 2, block=1) == found  # and all its members hear the same

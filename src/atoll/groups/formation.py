@@ -189,6 +189,13 @@ class Formation:
         there = self.state.contributors.get(contributor)
         return tuple(sorted([*there.members, *there.coming])) if there is not None else ()
 
+    def is_awaited(self, worker: int) -> bool:
+        """Return True if a group waits for this worker to come, or is about to."""
+        return any(
+            worker in each.wanted and worker not in each.asked and len(each.wanted) > 1
+            for each in self.state.forming
+        )
+
     def settled(self) -> bool:
         """Return True if no worker is moving, or about to."""
         return not self.state.forming and not any(each.coming for each in self.state.contributors.values())

@@ -175,8 +175,13 @@ class Groups:
             self._formation.handle_trains(rank)
 
     def lease(self, rank: int, lease: Lease) -> Leased:
-        """Handle a request for samples, for a worker alone or for its part of the group's. Raises UserError
-        if the worker is not in the group that it names."""
+        """Handle a request for samples, for a worker alone or for its part of the group's.
+
+        A worker for which a new group waits does not wait itself for samples that others hold: one of those
+        who wait may hold them.
+
+        Raises UserError if the worker is not in the group that it names.
+        """
         keys = self._formation.contributors_of(rank)
         if not lease.block and not lease.contributor:
             keys = keys[:1]
@@ -185,14 +190,15 @@ class Groups:
         if not keys:
             raise UserError(f"worker {rank} asks for samples of group {lease.contributor}, and is not in it")
         members = self._formation.members(keys[0][0])
+        may_wait = not self._formation.is_awaited(rank)
         if lease.block:
-            return self._blocks.handle_lease(keys[0], rank, members, lease)
+            return self._blocks.handle_lease(keys[0], rank, members, lease, may_wait)
         if len(members) > 1:
             raise UserError(
                 f"worker {rank} asks for samples by itself, and is one of {len(members)} in group "
                 f"{keys[0][0]}"
             )
-        return self._leases.handle_lease(*keys[0], lease)
+        return self._leases.handle_lease(*keys[0], lease, may_wait)
 
     def fenced(self, key: Key) -> None:
         """Note a log's answer to a fence."""

@@ -68,13 +68,16 @@ class Blocks:
         self.epochs: dict[Key, dict[tuple[int, int], EpochBlocks]] = {}
         self.changes = self.cuts = 0
 
-    def handle_lease(self, key: Key, worker: int, members: Sequence[int], lease: Lease) -> Leased:
+    def handle_lease(
+        self, key: Key, worker: int, members: Sequence[int], lease: Lease, may_wait: bool = True
+    ) -> Leased:
         """Return the part of `worker` in a block. If nothing can be leased now, the answer is empty and not
         kept.
 
         Args:
             key: the contributor (the group) and its incarnation.
             members: the group's living members.
+            may_wait: False: a new block is empty if nothing is free (store/leases.py: `patient`).
 
         Raises UserError for a worker that the block is not for, for one that is too far ahead, for a cut that
         `_flaw` refuses, and where `Leases.handle_lease` does. Nothing is leased then.
@@ -88,7 +91,7 @@ class Blocks:
                     f"worker {worker} asks for block {lease.block} of epoch {lease.epoch} of contributor "
                     f"{key[0]}, cut in parts {flaw}"
                 )
-            block = self._new_block(key, members, lease)
+            block = self._new_block(key, members, lease, may_wait)
         if block is None:
             return _none(lease)
         if worker not in block.members:
@@ -120,7 +123,7 @@ class Blocks:
         """Forget a contributor that is fenced: it commits nothing any more."""
         self.epochs.pop(key, None)
 
-    def _new_block(self, key: Key, members: Sequence[int], lease: Lease) -> BlockState | None:
+    def _new_block(self, key: Key, members: Sequence[int], lease: Lease, may_wait: bool) -> BlockState | None:
         """Lease a block for all members; None if nothing is free now, but may be later."""
         cut, count = None, lease.count * len(members)
         if lease.cut is not None:  # without the parts of members that were lost
@@ -128,7 +131,7 @@ class Blocks:
             cut = Cut({member: lease.cut.parts[member] for member in sorted(members)}, lease.cut.least)
             count = min(lease.count, MOST_BATCHES) * (sum(cut.parts.values()) or len(members))
         whole = msgspec.structs.replace(lease, count=count, number=0)
-        leased = self._leases.handle_lease(*key, whole)
+        leased = self._leases.handle_lease(*key, whole, may_wait)
         if leased.start == leased.stop and not leased.over and lease.patient:
             return None
         self.cuts += cut is not None
