@@ -420,9 +420,39 @@ def an_empty_slice(session: atoll.Session, _: str) -> tuple[list[tuple[float, fl
     return told_by(session, steps)
 
 
-@pytest.mark.parametrize("kind", ["asp", "ssp"])
+@pytest.mark.parametrize("kind", AT_THE_STEP)
 def test_an_empty_slice_of_a_batch_adds_nothing(pool: WorkerPool, kind: str) -> None:
     for told, consumed in run_at(pool, kind, an_empty_slice, "", world=1):
         assert [samples for _, samples in told] == [4.0, 2.0]
         assert told[1] == (2.0, 2.0)
         assert consumed == 6.0
+
+
+def a_fill(session: atoll.Session, _: str) -> tuple[list[tuple[float, float]], float]:
+    """Batches of 8 samples, two to a step. The last one has 1 sample: one of two nodes trains on a fill. Each
+    sample's gradient is 1."""
+    net = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    nn.init.zeros_(net.weight)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    session.prepare(net, optimizer)
+    data = TensorDataset(torch.ones(9, 1, dtype=torch.float64))
+    loader = DataLoader(data, batch_sampler=session.batches(data, shuffle=False))
+
+    def steps() -> None:
+        for number, (x,) in enumerate(loader):
+            net(x).sum().backward()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    told, consumed = told_by(session, steps)
+    assert consumed == 9.0
+    return told, net.weight.item()
+
+
+@pytest.mark.parametrize("kind", ["peers", "peers stale", "peers tiers"])
+def test_a_fill_adds_nothing_to_the_batches_before_it(pool: WorkerPool, kind: str) -> None:
+    found = run_at(pool, kind, a_fill, "", world=2, sync={"global_batch": 8})
+    assert sorted(told for told, _ in found) == [[(4.0, 4.0)], [(5.0, 5.0)]]
+    for _, weight in found:
+        assert weight == pytest.approx(-(5 * 5 + 4 * 4) / 9)

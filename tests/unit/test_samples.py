@@ -84,6 +84,24 @@ def test_values_that_are_logged_weigh_as_the_gradients_did() -> None:
     assert count.latest == 3.0
 
 
+def test_an_empty_slice_is_told_from_a_fill() -> None:
+    """Neither counts, and a fill alone has gradients."""
+    samples = SampleCount()
+    samples.count(4.0, KNOWN, 4.0, 4.0)
+    samples.use()
+    mark = samples.begins()
+    samples.count(0.0, KNOWN, 0.0, 3.0)
+    assert (samples.contribution(True).weight, samples.contribution(True).empty) == (0.0, False)
+    samples.back_to(mark)
+    samples.count(0.0, KNOWN, 0.0, 3.0, gives_zeros=True)
+    assert (samples.contribution(True).weight, samples.contribution(True).empty) == (0.0, True)
+    samples.back_to(mark)
+    samples.count(0.0, KNOWN, 0.0, 0.0)
+    assert (samples.contribution(True).weight, samples.contribution(True).empty) == (0.0, True)
+    samples.count(2.0, KNOWN, 2.0, 2.0)  # another slice, of a batch of its own
+    assert (samples.contribution(True).weight, samples.contribution(True).empty) == (2.0, False)
+
+
 @pytest.mark.parametrize(
     ("weights", "certain", "equal"),
     [

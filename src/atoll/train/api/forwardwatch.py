@@ -97,6 +97,10 @@ class ForwardWatch:
             model.counted.append(forward)
             batch = model.given.batches.count(forward.seen)
             if batch.samples is not None:
-                model.samples.count(batch.samples, batch.basis, batch.new)
+                # The gradients of a fill would come to those of batches that count, under accumulation say:
+                forward.gives_zeros = backward != -1 and not batch.samples and bool(batch.seen)
+                model.samples.count(
+                    batch.samples, batch.basis, batch.new, batch.seen, gives_zeros=forward.gives_zeros
+                )
         if backward != -1 and acts_after:
             self._backward.arm()

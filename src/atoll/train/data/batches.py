@@ -84,7 +84,7 @@ class SampledBatches:
                 certain = certain or samples == taken.size
                 samples *= taken.share
             self._new += new or 0.0
-        return CountedBatch(samples, KNOWN if certain else GUESSED, new)
+        return CountedBatch(samples, KNOWN if certain else GUESSED, new, seen.samples)
 
     def epoch(self) -> Epoch:
         sampler = self._trains_on

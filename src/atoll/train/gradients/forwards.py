@@ -93,19 +93,23 @@ class SeenForward:
     Attributes:
         seen: the number of samples that the forward shows.
         is_counted: True if they are counted, until the backward that has counted them is given up.
+        gives_zeros: True if backwards through the output give gradients of 0.
     """
 
-    __slots__ = ("_condition", "_then", "is_counted", "seen")
+    __slots__ = ("_condition", "_then", "gives_zeros", "is_counted", "seen")
 
     def __init__(
         self, condition: Callable[[], bool], then: Callable[[SeenForward], None], seen: SeenSamples
     ) -> None:
         self._condition, self._then = condition, then
-        self.seen, self.is_counted = seen, False
+        self.seen, self.is_counted, self.gives_zeros = seen, False, False
 
-    def __call__(self, _gradient: Tensor) -> None:
+    def __call__(self, gradient: Tensor) -> Tensor | None:
         if self._condition():
             self._then(self)
+            if self.gives_zeros:
+                return torch.zeros_like(gradient)
+        return None
 
 
 class BesideCompiled(LeftBehind):

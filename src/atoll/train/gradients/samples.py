@@ -29,6 +29,7 @@ class ContributionWeight(msgspec.Struct, frozen=True, gc=False):
         ends: False if a pass of the script's loop goes on with the next iteration, as far as is foreseen.
         again: True if this is the weight of a batch that has weighed in a reduction before: more gradients
             of it come.
+        empty: True if no samples were seen that can have gradients, as in an empty slice of a batch.
     """
 
     weight: float
@@ -38,6 +39,7 @@ class ContributionWeight(msgspec.Struct, frozen=True, gc=False):
     by_optimizer: tuple[tuple[float, float, bool], ...] = ()
     ends: bool = True
     again: bool = False
+    empty: bool = False
 
     @property
     def weights(self) -> list[float]:
@@ -74,11 +76,13 @@ class CountedBatch(msgspec.Struct, frozen=True, gc=False):
         basis: how certain `samples` is (core/weighing.py).
         new: those that a sampler of the session gave and no backward had reached before; None if no sampler
             of the session counts them. A script may call its model several times for one batch.
+        seen: the number of samples, also of those that do not count; None: unknown.
     """
 
     samples: float | None
     basis: str = KNOWN
     new: float | None = None
+    seen: float | None = None
 
 
 class SampleMark(msgspec.Struct, frozen=True, gc=False):
@@ -92,6 +96,8 @@ class SampleMark(msgspec.Struct, frozen=True, gc=False):
     latest: float
     gives: int
     before: float | None
+    seen: float | None
+    of_fills: float
 
 
 class SampleCount:
@@ -115,6 +121,10 @@ class SampleCount:
         # Parts of `_given`: given before the batch of the latest backward, and since that backward began:
         self._before: float | None = None
         self._since: float | None = None
+        # The weight that was given for the latest backward's batch, and its samples, counted and seen:
+        self._of_batch, self._in_batch = 0.0, (0.0, 0.0)
+        # Parts of `_given` that were given for fills, which do not count: in earlier backwards, and in that:
+        self._of_fills = self._of_fills_now = 0.0
         self._forwards = 0  # the forwards that were made by the latest `give`
         self._by_forward: float | None = None  # what was given by the latest of them
         self._anew = False  # True if the next `give` is for a batch that raised
@@ -123,30 +133,62 @@ class SampleCount:
         self._carried = 0.0  # new samples that count with the next batch
         self._basis = KNOWN  # of the counted samples
         self._new: float | None = None  # as counted by the session's samplers
+        self._seen: float | None = None  # also those that do not count, but for those whose gradients are 0
         self._used = False
         self.latest = 1.0
         self.unknown = 0.0
         self.guessed = False
 
-    def count(self, samples: float, basis: str = KNOWN, new: float | None = None) -> None:
-        """Count a batch, as `CountedBatch` describes it."""
+    def count(
+        self,
+        samples: float,
+        basis: str = KNOWN,
+        new: float | None = None,
+        seen: float | None = None,
+        *,
+        gives_zeros: bool = False,
+    ) -> None:
+        """Count a batch, as `CountedBatch` describes it. `gives_zeros`: its gradients are 0."""
         self._forget_used()
         self._counted = samples + (self._counted or 0.0)
+        seen = samples if seen is None else seen
+        self._seen = (0.0 if gives_zeros else seen) + (self._seen or 0.0)
+        self._in_batch = self._in_batch[0] + samples, self._in_batch[1] + seen
+        if self._in_batch[0] < self._in_batch[1]:
+            self._of_fills_now = self._of_batch * (1 - self._in_batch[0] / self._in_batch[1])
         if new is not None:
             self._new = new + (self._new or 0.0) + self._carried
             self._carried = 0.0
         if basis != self._basis:
             self._basis = worst([self._basis, basis])
-        self._weighs(self._counted if self._given is None else self._given)
+        self._weighs(self._counted if self._given is None else self._given_for_samples(self._given))
+
+    def _given_for_samples(self, given: float) -> float:
+        """Return the part of the weight that was `given` for samples that count, of batches with fills in
+        proportion to their samples."""
+        return given - self._of_fills - self._of_fills_now
 
     def mark(self) -> SampleMark:
         """Return a mark of what is counted and given by now, for `back_to` and `since`."""
-        counted, given, new, basis = self._counted, self._given, self._new, self._basis
-        return SampleMark(counted, given, new, basis, self._used, self.latest, self._gives, self._before)
+        return SampleMark(
+            counted=self._counted,
+            given=self._given,
+            new=self._new,
+            basis=self._basis,
+            used=self._used,
+            latest=self.latest,
+            gives=self._gives,
+            before=self._before,
+            seen=self._seen,
+            of_fills=self._of_fills + self._of_fills_now,
+        )
 
     def begins(self) -> SampleMark:
         """Return a mark for `take_back`: a backward begins."""
         mark = self.mark()
+        if self._since is not None:  # else the weight was given with the batch before
+            self._of_fills, self._of_fills_now = mark.of_fills, 0.0
+            self._of_batch, self._in_batch = self._since, (0.0, 0.0)
         self._before, self._since, self._anew = self._given, None, False
         return mark
 
@@ -175,7 +217,8 @@ class SampleCount:
         elif not retried:
             self._given = None if is_empty else self._before
         if is_empty:
-            self._counted, self._basis, self._new, self._before = None, KNOWN, None, None
+            self._counted, self._basis, self._new, self._seen, self._before = None, KNOWN, None, None, None
+            self._of_fills = 0.0
         self._anew, self._others = since is None, (self._before or 0.0) + ahead or None
         if since is not None:
             self._given, self._since = since + (self._others or 0.0), since
@@ -186,12 +229,15 @@ class SampleCount:
         self._counted, self._given, self._new = mark.counted, mark.given, mark.new
         self._basis = mark.basis
         self._used, self.latest, self._gives = mark.used, mark.latest, mark.gives
-        self._before, self._of_forward = mark.before, False
+        self._before, self._seen, self._of_forward = mark.before, mark.seen, False
+        self._of_fills, self._of_fills_now = mark.of_fills, 0.0
 
     def since(self, mark: SampleMark) -> float | None:
         """Return the weight that was given since `mark`, else what was counted; None: neither."""
         gives = self._gives > mark.gives
         now, before = (self._given, mark.given) if gives else (self._counted, mark.counted)
+        if gives and now is not None:
+            now = self._given_for_samples(now) + (0.0 if mark.used else mark.of_fills)
         return None if now is None else now - (0.0 if mark.used else before or 0.0)
 
     def missed(self) -> None:
@@ -224,7 +270,7 @@ class SampleCount:
     @property
     def known(self) -> float | None:
         """The weight that was counted or given; None: neither."""
-        return self._counted if self._given is None else self._given
+        return self._counted if self._given is None else self._given_for_samples(self._given)
 
     @property
     def awaits_backward(self) -> bool:
@@ -243,7 +289,7 @@ class SampleCount:
         """
         if self._more.repeats or (self._used and not has_gradient):
             return ContributionWeight(0.0, 0.0)
-        known = self._counted if self._given is None else self._given
+        known = self.known
         basis = KNOWN if self._given is not None else NONE if self._counted is None else self._basis
         weight = (1.0 if has_gradient else 0.0) if known is None else known
         samples = 0.0 if self._used else self._samples()
@@ -251,7 +297,7 @@ class SampleCount:
         if has_gradient and not self._used and is_unknown and self.unknown:
             samples, self.guessed = self.unknown, True
         again = self._used or (self._given is None and known is not None and not samples)
-        return ContributionWeight(weight, samples, basis, again=again)
+        return ContributionWeight(weight, samples, basis, again=again, empty=self._seen == 0)
 
     def _samples(self) -> float:
         """Return the samples for records and schedules: as the session's samplers count them, else a certain
@@ -259,7 +305,7 @@ class SampleCount:
         if self._new is not None:
             return self._new
         if self._counted is None or self._basis != KNOWN:
-            return self._given if self._given is not None else self._counted or 0.0
+            return self.known or 0.0
         return self._counted
 
     def use(self, alike: bool = False) -> None:
@@ -271,8 +317,9 @@ class SampleCount:
     def reset(self) -> None:
         """Forget the samples: the iteration has ended."""
         self._counted, self._given, self._basis, self._used = None, None, KNOWN, False
-        self._new = self._before = self._since = self._by_forward = None
+        self._new = self._seen = self._before = self._since = self._by_forward = None
         self._anew = self._of_forward = False
+        self._of_batch, self._in_batch, self._of_fills, self._of_fills_now = 0.0, (0.0, 0.0), 0.0, 0.0
 
     def _forget_used(self) -> None:
         if self._used:

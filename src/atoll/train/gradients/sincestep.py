@@ -43,11 +43,15 @@ class SinceStep:
         """Add the contribution of a reduction.
 
         Raises UserError for a batch of weight 0 whose gradients are among those that count: nobody can take
-        them out. `adds`: True if this reduction has added gradients of this worker's to those that are left.
+        them out. One without samples (an empty slice of a short last batch) adds what it does in plain
+        PyTorch. `adds`: True if this reduction has added gradients of this worker's to those that are left.
         """
-        if adds and own.weight <= 0 and not own.by_optimizer and self._weights.get(0, 0.0) > 0:
+        weighs = own.weight > 0 or own.empty or own.by_optimizer
+        if adds and not weighs and self._weights.get(0, 0.0) > 0:
             check("call", Choices({"call": "p.grad", "gradients": "weightless"}))
-        self._latest = own
+        # Who had no batch this time, such as a group with an empty slice, may be behind what is left:
+        more = self._latest.alike > own.alike and any(self._weights.values())
+        self._latest = msgspec.structs.replace(own, alike=self._latest.alike) if more else own
         self._samples += own.samples
         if self._places is None:
             self._places = range(len(self._left()))

@@ -610,8 +610,7 @@ class ValuesExchange(Server):
     def _is_whole(self, own: ContributionWeight, of_group: ContributionWeight) -> None:
         """Keep the contribution: nothing leaves before `step`."""
         self.connection.members.over()
-        # A batch without samples (an empty slice of a short last one) adds what it does in plain PyTorch:
-        self.since_step.add(own, adds=self.phase.unsent and not own.again)
+        self.since_step.add(own, adds=self.phase.unsent)
         super()._is_whole(own, of_group)
 
     @torch.no_grad()

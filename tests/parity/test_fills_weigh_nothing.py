@@ -1,0 +1,84 @@
+"""A fill, a sample on which a worker trains in place of a part of a batch, weighs nothing, also where the
+script gives each batch a weight by one rule for all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import atoll
+from support.pool import WorkerPool
+from support.runs import run_at
+
+pytestmark = pytest.mark.sampled
+
+LENGTH, BATCH, RATE = 9, 8, 0.5  # the second batch has 1 sample, for one of two workers
+WEIGHT = 3.0  # for each sample, as a number of tokens
+
+
+def train(session: atoll.Session, steps: str) -> tuple[list[float], float]:
+    """The parameter after each step, and the mean of logged values. Each sample's gradient is its value."""
+    net = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    nn.init.zeros_(net.weight)
+    optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
+    session.prepare(net, optimizer)
+    data = TensorDataset(torch.arange(1.0, LENGTH + 1, dtype=torch.float64).unsqueeze(1))
+    loader = DataLoader(data, batch_sampler=session.batches(data, shuffle=False))
+    seen = []
+
+    def loss_of(x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = net(x).mean()
+        return loss
+
+    for number, (x,) in enumerate(loader):
+        is_last = number == 1
+        if steps == "weight after the forward":
+            loss = loss_of(x)
+            session.weight(WEIGHT * len(x))
+            loss.backward()
+        elif steps == "two forwards":
+            session.weight(WEIGHT * len(x))
+            (0.5 * loss_of(x) + 0.5 * loss_of(x)).backward()
+        elif steps == "accumulated" and not is_last:
+            with session.no_sync():
+                session.weight(WEIGHT * len(x))
+                loss_of(x).backward()
+        else:
+            session.weight(WEIGHT * len(x))
+            loss_of(x).backward()
+        if steps != "accumulated" or is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(net.weight.item())
+    session.barrier()
+    return seen, net.weight.item()
+
+
+def plain() -> list[float]:
+    """In one process."""
+    first, second = sum(range(1, BATCH + 1)) / BATCH, float(LENGTH)
+    return [-RATE * first, -RATE * (first + second)]
+
+
+@pytest.mark.parametrize("steps", ["weight before the forward", "weight after the forward", "two forwards"])
+@pytest.mark.parametrize(
+    "kind", ["ring", "server", "ps-hra", "tiers", "peers", "peers tiers", "hierarchical"]
+)
+def test_a_fill_weighs_nothing(pool: WorkerPool, kind: str, steps: str) -> None:
+    for seen, _ in run_at(pool, kind, train, steps, world=2, sync={"global_batch": BATCH}):
+        assert seen == pytest.approx(plain())
+
+
+@pytest.mark.parametrize("kind", ["ring", "server", "peers"])
+def test_a_fill_weighs_nothing_under_accumulation(pool: WorkerPool, kind: str) -> None:
+    """Each worker's sum of means weighs by the samples of its batches: 5 and 4. Nothing is added to the sum
+    of the worker without a part of the second batch."""
+    found: Any = run_at(pool, kind, train, "accumulated", world=2, sync={"global_batch": BATCH})
+    first, second = ([1, 3, 5, 7], [2, 4, 6, 8]) if kind != "peers" else ([1, 2, 3, 4], [5, 6, 7, 8])
+    mean = (5 * (sum(first) / 4 + LENGTH) + 4 * sum(second) / 4) / 9
+    for seen, _ in found:
+        assert seen == pytest.approx([-RATE * mean])
