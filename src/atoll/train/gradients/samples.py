@@ -289,7 +289,11 @@ class SampleCount:
         """
         if self._more.repeats or (self._used and not has_gradient):
             return ContributionWeight(0.0, 0.0)
-        known = self.known
+        known = (
+            self._counted
+            if self._given is None
+            else self._given - self._of_fills - self._of_fills_now  # as `known` has it; one call less a step
+        )
         basis = KNOWN if self._given is not None else NONE if self._counted is None else self._basis
         weight = (1.0 if has_gradient else 0.0) if known is None else known
         samples = 0.0 if self._used else self._samples()
