@@ -34,7 +34,6 @@ from support.served import ServedRun, served_worker
 pytestmark = pytest.mark.check  # each forms groups, which takes seconds
 
 LENGTH, BATCH, EPOCHS, RATE = 250, 24, 6, 0.1
-CHUNKS = 2  # of the model
 SECONDS = 10.0  # for each sample of a worker at full speed, by a clock that the test sets
 # A step: the parameters before, empty for a worker alone; the batch's indices; and the parameters after.
 Step = tuple[bytes, list[int], np.ndarray[Any, Any]]
@@ -149,11 +148,9 @@ def joint(results: list[list[Step]]) -> list[list[Step]]:
 
 
 def check_steps(steps: list[list[Step]]) -> None:
-    """Each is that of plain PyTorch on the union of the members' batches, but for those in which a shard has
-    also applied what a member had contributed alone: one for each chunk of each member."""
+    """Each is that of plain PyTorch on the union of the members' batches."""
     model, optimizer = make()
     inputs, targets, _ = dataset().tensors
-    others = []
     for number, each in enumerate(steps):
         batches = [indices for _, indices, _ in each if indices != [0]]  # a sample alone may be a fill
         found = []
@@ -167,11 +164,9 @@ def check_steps(steps: list[list[Step]]) -> None:
             found.append(values(model))
             if len(batches) == len(each):
                 break
-        assert len({after.tobytes() for _, _, after in each}) == 1
-        off = min(float(np.abs(each[0][2] - wanted).max()) for wanted in found)
-        if off >= 1e-12:
-            others.append((number, off, [indices for _, indices, _ in each]))
-    assert len(others) <= CHUNKS * len(steps[0]), (len(steps), others)
+        for _, _, after in each:
+            off = [float(np.abs(after - wanted).max()) for wanted in found]
+            assert min(off) < 1e-12, ([b for _, b, _ in each], number, len(steps), off)
 
 
 def check_follow(steps: list[list[Step]], slower: Sequence[float], samples: int) -> None:
@@ -204,8 +199,10 @@ def test_parts_follow_speeds_and_each_step_is_plain_on_the_union(
     results = run(pool, config(consistency, 1), slower, fetches, memory, shards=shards)
     check_once(results)
     steps = joint(results)
-    assert len(steps) > 28
-    check_steps(steps)
+    assert len(steps) > 20
+    # Until the hub has fenced the members' old contributors, which takes some steps, several of the group's
+    # contributions make one step of the shards: docs/server.md.
+    check_steps(steps[len(steps) // 2 :])
     check_follow(steps, slower, BATCH)
 
 
