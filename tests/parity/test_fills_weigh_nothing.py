@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import atoll
+from atoll.core.errors import UserError
 from support.pool import WorkerPool
 from support.runs import run_at
 
@@ -82,3 +83,105 @@ def test_a_fill_weighs_nothing_under_accumulation(pool: WorkerPool, kind: str) -
     mean = (5 * (sum(first) / 4 + LENGTH) + 4 * sum(second) / 4) / 9
     for seen, _ in found:
         assert seen == pytest.approx([-RATE * mean])
+
+
+def start(session: atoll.Session, value: float = 0.0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    net = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    nn.init.constant_(net.weight, value)
+    optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
+    session.prepare(net, optimizer)
+    return net, optimizer
+
+
+def batches_of(session: atoll.Session) -> DataLoader[Any]:
+    data = TensorDataset(torch.arange(1.0, LENGTH + 1, dtype=torch.float64).unsqueeze(1))
+    return DataLoader(data, batch_sampler=session.batches(data, shuffle=False))
+
+
+def among_others(session: atoll.Session, what: str) -> list[float]:
+    """Steps in which a forward that is no fill comes beside one, before one, or after an epoch with one."""
+    seen = []
+    if what == "critic":
+        critic, _ = start(session, 1.0)
+        net, optimizer = start(session)
+        for _ in batches_of(session):
+            critic(net(torch.ones(16, 1, dtype=torch.float64))).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            critic.zero_grad()
+            seen.append(net.weight.item())
+    elif what == "twice, and fetched ahead":
+        net, optimizer = start(session)
+        batches = iter(batches_of(session))
+        ahead = next(batches, None)
+        while ahead is not None:
+            (x,), ahead = ahead, next(batches, None)
+            session.weight(WEIGHT * len(x))
+            (0.5 * net(x).mean() + 0.5 * net(x).mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(net.weight.item())
+    elif what == "other data beside":
+        net, optimizer = start(session)
+        for (x,) in batches_of(session):
+            other = torch.full((4, 1), 1.0 + session.rank, dtype=torch.float64)
+            session.weight(4)
+            (net(x).mean() * 0 + net(other).mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(net.weight.item())
+    else:
+        net, optimizer = start(session)
+        for (x,) in batches_of(session):
+            net(x).sum().backward()
+            optimizer.zero_grad()
+        own = TensorDataset(torch.full((8, 1), 1.0 + session.rank, dtype=torch.float64))
+        for (x,) in DataLoader(own, batch_size=4):
+            if what == "other data after, weighed":
+                session.weight(len(x))
+            net(x).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(net.weight.item())
+    session.barrier()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("what", "mean"),
+    [
+        ("critic", 1.0),
+        ("other data beside", 1.5),
+        ("other data after", 1.5),
+        ("other data after, weighed", 1.5),
+    ],
+)
+@pytest.mark.parametrize("kind", ["ring", "server", "tiers"])
+def test_what_is_no_fill_counts(pool: WorkerPool, kind: str, what: str, mean: float) -> None:
+    for seen in run_at(pool, kind, among_others, what, world=2, sync={"global_batch": BATCH}):
+        assert seen == pytest.approx([-RATE * mean, -2 * RATE * mean])
+
+
+@pytest.mark.parametrize("kind", ["ring", "server", "peers"])
+def test_a_batch_before_a_fill_that_is_fetched_ahead_counts(pool: WorkerPool, kind: str) -> None:
+    what = "twice, and fetched ahead"
+    for seen in run_at(pool, kind, among_others, what, world=2, sync={"global_batch": BATCH}):
+        assert seen == pytest.approx(plain())
+
+
+def penalised(session: atoll.Session, _: str) -> str:
+    """Two backwards before a step, each with a penalty on gradients, which does not pass the output."""
+    net, _ = start(session)
+    for (x,) in batches_of(session):
+        out = net(x.requires_grad_())
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        try:
+            (out.mean() + slope.square().mean()).backward()
+        except UserError as error:
+            return str(error)
+    return ""
+
+
+def test_peers_refuse_a_fill_whose_gradients_do_not_pass_the_output(pool: WorkerPool) -> None:
+    found = run_at(pool, "peers", penalised, "", world=2, sync={"global_batch": BATCH})
+    assert sum("batch of weight 0" in line for line in found) == 1

@@ -9,6 +9,7 @@ import random
 from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -243,6 +244,25 @@ def test_without_waiting_what_comes_back_is_dealt_in_the_next_epoch() -> None:
     )
     assert office.used == {0: Counter(range(8)), 1: Counter(range(8))}
     assert len(train(office, 0, sampler, 4)) == 8
+
+
+def test_a_worker_that_may_not_wait_asks_again_for_what_others_hold() -> None:
+    """It held nothing itself: the hub says that others do (a new group waits for it, hub/groups.py)."""
+    office = Office()
+    holder = office.sampler(0, 8)
+    assert next(iter(holder)) >= 0  # it holds the whole epoch
+    answers = office.lessor(1)
+
+    def lease(sampler: int, epoch: int, length: int, count: int, wait: float) -> Leased:
+        leased = answers(sampler, epoch, length, count, wait)
+        held = not leased.over and leased.start == leased.stop
+        return msgspec.structs.replace(leased, over=True, held=True) if held else leased
+
+    sampler = LeasedSampler(8, lease=lease)
+    assert train(office, 1, sampler, 4) == []
+    office.die(0)
+    order = SampleOrder(8, 0, True)
+    assert sorted(train(office, 1, sampler, 4)) == sorted([*order.of(0).tolist(), *order.of(1).tolist()])
 
 
 def test_an_iteration_that_was_broken_off_goes_on_after_what_was_consumed() -> None:

@@ -97,10 +97,17 @@ class ForwardWatch:
             model.counted.append(forward)
             batch = model.given.batches.count(forward.seen)
             if batch.samples is not None:
-                # The gradients of a fill would come to those of batches that count, under accumulation say:
-                forward.gives_zeros = backward != -1 and not batch.samples and bool(batch.seen)
+                # Nothing of a fill may be added to gradients that count, under accumulation say.
+                # Zeros would go on to another model, whose samples they are not.
+                fills = batch.filled and batch.filled == batch.seen and not forward.is_differentiated
+                forward.gives_zeros = bool(fills) and backward != -1 and self._backward.has_one_model
                 model.samples.count(
-                    batch.samples, batch.basis, batch.new, batch.seen, gives_zeros=forward.gives_zeros
+                    batch.samples,
+                    batch.basis,
+                    batch.new,
+                    batch.seen,
+                    batch.filled,
+                    gives_zeros=forward.gives_zeros,
                 )
         if backward != -1 and acts_after:
             self._backward.arm()

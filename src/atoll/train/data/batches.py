@@ -55,6 +55,7 @@ class SampledBatches:
     def count(self, seen: SeenSamples) -> CountedBatch:
         samples, certain, sampler = seen.samples, seen.confirms, self._sampling
         new: float | None = None
+        filled = 0.0
         self._passes.trains()
         if samples is None:
             return CountedBatch(None, NONE)
@@ -66,7 +67,7 @@ class SampledBatches:
                 samples = next((each for each in seen.instead if each in possible), samples)
             certain = certain or samples in possible
             self._seen += samples
-            taken = self._passes.over(sampler)
+            whole, taken = samples, self._passes.over(sampler)
             if self._repeated:
                 self._repeated = max(0.0, self._repeated - samples)
                 if taken is not None:
@@ -75,16 +76,20 @@ class SampledBatches:
                     samples *= taken.share
             elif taken is None:
                 samples = sampler.count(samples)
+                filled = whole - samples if whole in sizes else 0.0
             elif reached := taken.reach(samples, sizes):
                 new = sampler.count(reached)
                 taken.share = new / reached
                 samples *= taken.share
-            else:  # the batch is used already
-                new = 0.0
+                filled = whole - samples if whole in sizes else 0.0
+            else:  # the batch is used already, or is not of this sampler's data
+                new, is_other = 0.0, self._passes.is_of_another(taken)
                 certain = certain or samples == taken.size
-                samples *= taken.share
+                if samples == taken.size or not is_other:
+                    samples *= taken.share
+                    filled = whole - samples if whole == taken.size and not is_other else 0.0
             self._new += new or 0.0
-        return CountedBatch(samples, KNOWN if certain else GUESSED, new, seen.samples)
+        return CountedBatch(samples, KNOWN if certain else GUESSED, new, seen.samples, filled)
 
     def epoch(self) -> Epoch:
         sampler = self._trains_on

@@ -580,9 +580,9 @@ class Leasing:
         """Return True if positions of an epoch that is over may come back, and so are to be asked for again.
 
         With positions in hand others may hold positions too. Members of a group that make batches of their
-        parts have unlike batches in hand, by what their loaders fetch: for them the hub tells.
+        parts have unlike batches in hand, by what their loaders fetch: for them the hub alone tells.
         """
-        return self._hand.holds(leased.epoch) if self._shares is None else leased.held
+        return leased.held or (self._shares is None and self._hand.holds(leased.epoch))
 
     def _ask(self, epoch: int, given: int, batch: int, wait: float = 0.0) -> Leased:
         """Lease samples of an epoch. Raises RunError for a lease beyond the epoch's end."""

@@ -119,6 +119,10 @@ class Passes:
         """Return the latest pass over data that this sampler deals; None if no DataLoader has it."""
         return self._dealt.get(sampler)
 
+    def is_of_another(self, this: object) -> bool:
+        """Return True if another pass than `this` gave the batch on which the model trains."""
+        return self._trains_on is not None and self._trains_on is not this
+
     def was_left(self, sampler: object) -> bool:
         """Return True if a DataLoader has this sampler, and its latest loop has not come to its end."""
         latest = self.over(sampler)

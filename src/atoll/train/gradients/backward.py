@@ -111,6 +111,11 @@ class BackwardEnd:
         for each in self._reducers:
             each.sends_early = len(self._reducers) == 1
 
+    @property
+    def has_one_model(self) -> bool:
+        """True if the session trains a single model."""
+        return len(self._counted) == 1
+
     def remove(self, reducer: Reducer) -> None:
         """Forget the reducer of a model that is prepared again."""
         self._late.pop(reducer, None)

@@ -94,21 +94,26 @@ class SeenForward:
         seen: the number of samples that the forward shows.
         is_counted: True if they are counted, until the backward that has counted them is given up.
         gives_zeros: True if backwards through the output give gradients of 0.
+        is_differentiated: True if the script has taken gradients with a graph through the output, as for a
+            penalty on them.
     """
 
-    __slots__ = ("_condition", "_then", "gives_zeros", "is_counted", "seen")
+    __slots__ = ("_condition", "_then", "gives_zeros", "is_counted", "is_differentiated", "seen")
 
     def __init__(
         self, condition: Callable[[], bool], then: Callable[[SeenForward], None], seen: SeenSamples
     ) -> None:
         self._condition, self._then = condition, then
-        self.seen, self.is_counted, self.gives_zeros = seen, False, False
+        self.seen, self.is_counted = seen, False
+        self.gives_zeros = self.is_differentiated = False
 
     def __call__(self, gradient: Tensor) -> Tensor | None:
         if self._condition():
             self._then(self)
             if self.gives_zeros:
                 return torch.zeros_like(gradient)
+        elif torch.is_grad_enabled():
+            self.is_differentiated = True
         return None
 
 

@@ -77,12 +77,14 @@ class CountedBatch(msgspec.Struct, frozen=True, gc=False):
         new: those that a sampler of the session gave and no backward had reached before; None if no sampler
             of the session counts them. A script may call its model several times for one batch.
         seen: the number of samples, also of those that do not count; None: unknown.
+        filled: the number of those that surely are a fill, and do not count.
     """
 
     samples: float | None
     basis: str = KNOWN
     new: float | None = None
     seen: float | None = None
+    filled: float = 0.0
 
 
 class SampleMark(msgspec.Struct, frozen=True, gc=False):
@@ -121,7 +123,7 @@ class SampleCount:
         # Parts of `_given`: given before the batch of the latest backward, and since that backward began:
         self._before: float | None = None
         self._since: float | None = None
-        # The weight that was given for the latest backward's batch, and its samples, counted and seen:
+        # The weight that was given for the latest backward's batch, and its samples: fills, and all seen.
         self._of_batch, self._in_batch = 0.0, (0.0, 0.0)
         # Parts of `_given` that were given for fills, which do not count: in earlier backwards, and in that:
         self._of_fills = self._of_fills_now = 0.0
@@ -145,6 +147,7 @@ class SampleCount:
         basis: str = KNOWN,
         new: float | None = None,
         seen: float | None = None,
+        filled: float = 0.0,
         *,
         gives_zeros: bool = False,
     ) -> None:
@@ -153,9 +156,9 @@ class SampleCount:
         self._counted = samples + (self._counted or 0.0)
         seen = samples if seen is None else seen
         self._seen = (0.0 if gives_zeros else seen) + (self._seen or 0.0)
-        self._in_batch = self._in_batch[0] + samples, self._in_batch[1] + seen
-        if self._in_batch[0] < self._in_batch[1]:
-            self._of_fills_now = self._of_batch * (1 - self._in_batch[0] / self._in_batch[1])
+        self._in_batch = self._in_batch[0] + filled, self._in_batch[1] + seen
+        is_fill = self._in_batch[0] == self._in_batch[1] > 0
+        self._of_fills_now = self._of_batch if is_fill else 0.0
         if new is not None:
             self._new = new + (self._new or 0.0) + self._carried
             self._carried = 0.0
@@ -164,8 +167,7 @@ class SampleCount:
         self._weighs(self._counted if self._given is None else self._given_for_samples(self._given))
 
     def _given_for_samples(self, given: float) -> float:
-        """Return the part of the weight that was `given` for samples that count, of batches with fills in
-        proportion to their samples."""
+        """Return the part of the weight that was `given` for batches that are no fills."""
         return given - self._of_fills - self._of_fills_now
 
     def mark(self) -> SampleMark:
@@ -188,7 +190,9 @@ class SampleCount:
         mark = self.mark()
         if self._since is not None:  # else the weight was given with the batch before
             self._of_fills, self._of_fills_now = mark.of_fills, 0.0
-            self._of_batch, self._in_batch = self._since, (0.0, 0.0)
+            # A weight that is given once, for batches of several backwards, is not that of the last batch:
+            is_for_several = bool(self._counted) and self._given == self._since and not self._used
+            self._of_batch, self._in_batch = 0.0 if is_for_several else self._since, (0.0, 0.0)
         self._before, self._since, self._anew = self._given, None, False
         return mark
 
@@ -230,7 +234,7 @@ class SampleCount:
         self._basis = mark.basis
         self._used, self.latest, self._gives = mark.used, mark.latest, mark.gives
         self._before, self._seen, self._of_forward = mark.before, mark.seen, False
-        self._of_fills, self._of_fills_now = mark.of_fills, 0.0
+        self._of_fills, self._of_fills_now, self._in_batch = mark.of_fills, 0.0, (0.0, 0.0)
 
     def since(self, mark: SampleMark) -> float | None:
         """Return the weight that was given since `mark`, else what was counted; None: neither."""
