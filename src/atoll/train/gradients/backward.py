@@ -79,6 +79,7 @@ class BackwardEnd:
         self._reducers: list[Reducer] = []
         self._models: dict[Reducer, Sequence[CountedModel]] = {}
         self._counted: list[CountedModel] = []  # all of them
+        self.has_one_model = False  # True if the session trains a single model
         self._late: dict[Reducer, LateSteps] = {}  # of models whose steps may wait
         self._armed = False
         # The models that the backward under way has reached; alone, where threads may each have one, with
@@ -105,16 +106,12 @@ class BackwardEnd:
         self._reducers.append(reducer)
         self._models[reducer] = models
         self._counted.extend(models)
+        self.has_one_model = len(self._counted) == 1
         self._is_alone = not reducer.acts_after_backward
         if late.may_wait:
             self._late[reducer] = late
         for each in self._reducers:
             each.sends_early = len(self._reducers) == 1
-
-    @property
-    def has_one_model(self) -> bool:
-        """True if the session trains a single model."""
-        return len(self._counted) == 1
 
     def remove(self, reducer: Reducer) -> None:
         """Forget the reducer of a model that is prepared again."""
@@ -126,6 +123,7 @@ class BackwardEnd:
                 if model in models:
                     models.remove(model)
         self._reducers.remove(reducer)
+        self.has_one_model = len(self._counted) == 1
 
     def begins_alone(self, model: CountedModel, backward: int) -> bool:
         """Act as `begins`, on a worker alone, where nothing waits for a backward's end. Return True if this
