@@ -93,8 +93,8 @@ def start(session: atoll.Session, value: float = 0.0) -> tuple[nn.Module, torch.
     return net, optimizer
 
 
-def batches_of(session: atoll.Session) -> DataLoader[Any]:
-    data = TensorDataset(torch.arange(1.0, LENGTH + 1, dtype=torch.float64).unsqueeze(1))
+def batches_of(session: atoll.Session, length: int = LENGTH) -> DataLoader[Any]:
+    data = TensorDataset(torch.arange(1.0, length + 1, dtype=torch.float64).unsqueeze(1))
     return DataLoader(data, batch_sampler=session.batches(data, shuffle=False))
 
 
@@ -110,17 +110,6 @@ def among_others(session: atoll.Session, what: str) -> list[float]:
             optimizer.zero_grad()
             critic.zero_grad()
             seen.append(net.weight.item())
-    elif what == "twice, and fetched ahead":
-        net, optimizer = start(session)
-        batches = iter(batches_of(session))
-        ahead = next(batches, None)
-        while ahead is not None:
-            (x,), ahead = ahead, next(batches, None)
-            session.weight(WEIGHT * len(x))
-            (0.5 * net(x).mean() + 0.5 * net(x).mean()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            seen.append(net.weight.item())
     elif what == "other data beside":
         net, optimizer = start(session)
         for (x,) in batches_of(session):
@@ -135,9 +124,11 @@ def among_others(session: atoll.Session, what: str) -> list[float]:
         for (x,) in batches_of(session):
             net(x).sum().backward()
             optimizer.zero_grad()
-        own = TensorDataset(torch.full((8, 1), 1.0 + session.rank, dtype=torch.float64))
-        for (x,) in DataLoader(own, batch_size=4):
-            if what == "other data after, weighed":
+        size = 1 if "like a fill" in what else 4
+        own = torch.full((2 * size, 1), 1.0 + session.rank, dtype=torch.float64)
+        in_loader = DataLoader(TensorDataset(own), batch_size=size)
+        for (x,) in zip(own.split(size)) if "by hand" in what else in_loader:
+            if "weighed" in what:
                 session.weight(len(x))
             net(x).mean().backward()
             optimizer.step()
@@ -154,6 +145,8 @@ def among_others(session: atoll.Session, what: str) -> list[float]:
         ("other data beside", 1.5),
         ("other data after", 1.5),
         ("other data after, weighed", 1.5),
+        ("other data after, like a fill", 1.5),
+        ("other data after, like a fill, by hand, weighed", 1.5),
     ],
 )
 @pytest.mark.parametrize("kind", ["ring", "server", "tiers"])
@@ -162,11 +155,53 @@ def test_what_is_no_fill_counts(pool: WorkerPool, kind: str, what: str, mean: fl
         assert seen == pytest.approx([-RATE * mean, -2 * RATE * mean])
 
 
+def ahead(session: atoll.Session, length: int) -> list[float]:
+    """The next batch is fetched before one is used, for two forwards."""
+    net, optimizer = start(session)
+    batches, seen = iter(batches_of(session, length)), []
+    following = next(batches, None)
+    while following is not None:
+        (x,), following = following, next(batches, None)
+        session.weight(WEIGHT * len(x))
+        (0.5 * net(x).mean() + 0.5 * net(x).mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(net.weight.item())
+    session.barrier()
+    return seen
+
+
+@pytest.mark.parametrize(("length", "batch"), [(LENGTH, BATCH), (5, 2)])
 @pytest.mark.parametrize("kind", ["ring", "server", "peers"])
-def test_a_batch_before_a_fill_that_is_fetched_ahead_counts(pool: WorkerPool, kind: str) -> None:
-    what = "twice, and fetched ahead"
-    for seen in run_at(pool, kind, among_others, what, world=2, sync={"global_batch": BATCH}):
-        assert seen == pytest.approx(plain())
+def test_a_batch_before_a_fill_that_is_fetched_ahead_counts(
+    pool: WorkerPool, kind: str, length: int, batch: int
+) -> None:
+    """Also where it has as many samples as the fill."""
+    values = list(range(1, length + 1))
+    means = [sum(part) / batch for part in zip(*[iter(values)] * batch, strict=False)]
+    wanted = [-RATE * sum(means[: step + 1]) for step in range(len(means))]
+    for seen in run_at(pool, kind, ahead, length, world=2, sync={"global_batch": batch}):
+        assert seen[:-1] == pytest.approx(wanted)
+
+
+def passes(session: atoll.Session, _: str) -> list[float]:
+    """Two passes over batches that the script keeps, each worker's of one sample."""
+    net, optimizer = start(session)
+    kept, seen = [x for (x,) in batches_of(session, 5)], []
+    for x in kept * 2:
+        session.weight(len(x))
+        before = net.weight.item()
+        net(x).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(net.weight.item() - before)
+    session.barrier()
+    return seen
+
+
+def test_batches_that_a_script_keeps_count_in_each_pass(pool: WorkerPool) -> None:
+    for seen in run_at(pool, "ring", passes, "", world=2, sync={"global_batch": 2}):
+        assert [*seen[:2], *seen[3:5]] == pytest.approx([-RATE * 1.5, -RATE * 3.5] * 2)
 
 
 def penalised(session: atoll.Session, _: str) -> str:

@@ -68,6 +68,7 @@ class SampledBatches:
             certain = certain or samples in possible
             self._seen += samples
             whole, taken = samples, self._passes.over(sampler)
+            is_whole = whole in sizes
             if self._repeated:
                 self._repeated = max(0.0, self._repeated - samples)
                 if taken is not None:
@@ -76,18 +77,17 @@ class SampledBatches:
                     samples *= taken.share
             elif taken is None:
                 samples = sampler.count(samples)
-                filled = whole - samples if whole in sizes else 0.0
             elif reached := taken.reach(samples, sizes):
                 new = sampler.count(reached)
                 taken.share = new / reached
                 samples *= taken.share
-                filled = whole - samples if whole in sizes else 0.0
-            else:  # the batch is used already, or is not of this sampler's data
-                new, is_other = 0.0, self._passes.is_of_another(taken)
-                certain = certain or samples == taken.size
-                if samples == taken.size or not is_other:
+            else:  # the batch is used already
+                new, is_whole = 0.0, samples == taken.size
+                certain = certain or is_whole
+                if not self._passes.is_after(taken):
                     samples *= taken.share
-                    filled = whole - samples if whole == taken.size and not is_other else 0.0
+            if samples < whole and is_whole and taken is not None and self._passes.is_surely(taken):
+                filled = whole - samples
             self._new += new or 0.0
         return CountedBatch(samples, KNOWN if certain else GUESSED, new, seen.samples, filled)
 

@@ -39,6 +39,8 @@ class _Pass:
         number: the number of the pass; 0 until the model trains on one of its batches.
         size: the size of the batch that backward has reached last, or is about to reach whole.
         share: the part of its samples that counts in the mean.
+        is_ahead: True if the script has fetched batches ahead of their use: then a second forward of a batch
+            cannot be told from the first one of the next.
     """
 
     line: str
@@ -48,6 +50,7 @@ class _Pass:
     number: int = 0
     size: float = 0.0
     share: float = 1.0
+    is_ahead: bool = False
     _used: int = 0  # batches that backwards have reached whole
     _reached: float = 0.0  # samples of the next batch that they have reached
 
@@ -61,6 +64,7 @@ class _Pass:
         left = self.given - self._used
         if left <= 0 or samples <= 0:
             return 0.0
+        self.is_ahead = self.is_ahead or left > 1
         if self.batch_size and sizes:
             # The sampler gives indices, and counts those of a batch that are left.
             sizes = [float(min(self.batch_size, max(sizes) + self._reached))]
@@ -119,9 +123,13 @@ class Passes:
         """Return the latest pass over data that this sampler deals; None if no DataLoader has it."""
         return self._dealt.get(sampler)
 
-    def is_of_another(self, this: object) -> bool:
-        """Return True if another pass than `this` gave the batch on which the model trains."""
-        return self._trains_on is not None and self._trains_on is not this
+    def is_surely(self, this: _Pass) -> bool:
+        """Return True if the batch on which the model trains surely is the latest one that `this` gave."""
+        return self._trains_on is this and not this.is_over and not this.is_ahead
+
+    def is_after(self, this: _Pass) -> bool:
+        """Return True if the batch on which the model trains is another loader's, and `this` has ended."""
+        return this.is_over and self._trains_on is not None and self._trains_on is not this
 
     def was_left(self, sampler: object) -> bool:
         """Return True if a DataLoader has this sampler, and its latest loop has not come to its end."""

@@ -610,7 +610,7 @@ class ValuesExchange(Server):
     def _is_whole(self, own: ContributionWeight, of_group: ContributionWeight) -> None:
         """Keep the contribution: nothing leaves before `step`."""
         self.connection.members.over()
-        self.since_step.add(own, adds=self.phase.unsent)
+        self.since_step.add(own, adds=self.phase.unsent and not own.again)
         super()._is_whole(own, of_group)
 
     @torch.no_grad()
