@@ -139,8 +139,8 @@ def check_plan(plan: MemoryPlan, profile: Profile, bandwidths: Bandwidths, budge
         for way, seconds in moving.items()
     }
     slowest = stepped / min(bandwidths.host_steps, bandwidths.device_steps)
-    # Not faster than the longest part, nor slower than all of it, one after the other. What is moved for a step
-    # may begin while the device makes the steps of the one before.
+    # Not faster than the longest part, nor slower than all of it, one after the other. What is moved for a
+    # step may begin while the device makes the steps of the one before.
     ahead = stepped / bandwidths.device_steps
     assert predicted.seconds >= max([compute, *(each - ahead for each in least.values())]) * (1 - 1e-9)
     most = (compute + sum(moving.values()) + slowest) * 1.5
