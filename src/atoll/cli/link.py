@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated
@@ -70,7 +71,11 @@ def measure(asked: _Asked, wish: LinkTestOptions) -> None:
     from atoll.net.linktester import LinkTester
 
     keys = read_keys(asked.key_file) if asked.key_file else None
-    with LinkTester(_address(asked.address), keys, wish) as tester, _progress() as show:
+    with (
+        told_to_stop(signals=[signal.SIGINT]) as stop,
+        LinkTester(_address(asked.address), keys, wish, stop) as tester,
+        _progress() as show,
+    ):
         report = tester.measure(show)
     print(json.dumps(report.to_json()) if asked.as_json else "\n".join(report.lines()))
     if report.lost:

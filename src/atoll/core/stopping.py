@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 
 @contextmanager
-def told_to_stop(stop: threading.Event | None = None) -> Iterator[threading.Event]:
-    """Set `stop` (or a new event) on SIGTERM or SIGINT inside the `with` block; yields the event.
+def told_to_stop(
+    stop: threading.Event | None = None,
+    signals: Collection[signal.Signals] = (signal.SIGTERM, signal.SIGINT),
+) -> Iterator[threading.Event]:
+    """Set `stop` (or a new event) on one of `signals` inside the `with` block; yields the event.
 
     Signals reach the main thread alone: on another thread nothing is installed.
     """
@@ -23,7 +26,7 @@ def told_to_stop(stop: threading.Event | None = None) -> Iterator[threading.Even
     def handle(_signum: int, _frame: FrameType | None) -> None:
         stop.set()
 
-    before = {signum: signal.signal(signum, handle) for signum in (signal.SIGTERM, signal.SIGINT)}
+    before = {signum: signal.signal(signum, handle) for signum in signals}
     try:
         yield stop
     finally:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -111,10 +112,17 @@ class TcpTransport:
 
 class LinkTester:
     """A connection to the server at `address`. Raises UserError if nobody answers there within the test's
-    timeout, or it is no such server, has another key, or speaks another version."""
+    timeout, or it is no such server, has another key, or speaks another version.
 
-    def __init__(self, address: str, keys: Keys | None, test: LinkTestOptions) -> None:
+    Once `stop` is set, a wait raises KeyboardInterrupt. Raised by the signal itself, it could come inside a
+    callback of zmq, which drops it.
+    """
+
+    def __init__(
+        self, address: str, keys: Keys | None, test: LinkTestOptions, stop: threading.Event | None = None
+    ) -> None:
         self.test, self.clocks = test, Clocks()
+        self._stop = stop or threading.Event()
         place = host_and_port(address)
         if place is None:
             raise UserError(f"{address!r} is no address; write HOST:PORT")
@@ -182,6 +190,8 @@ class LinkTester:
             pass
 
     def _next(self, seconds: float) -> AnyMessage | None:
+        if self._stop.is_set():
+            raise KeyboardInterrupt
         received = self._client.receive(seconds)
         if received is None:
             self._client.check()
