@@ -186,6 +186,7 @@ class PeerBatches(Sampler[list[int]]):
         self._fill = fill
         self._batches = GivenBatches(fill)  # batches that were given and are not used up
         self._loop = 0  # number of the latest loop over the batches
+        self._in_loop = 0  # the batches that it has given
         self._told = False  # the latest loop was notified of its end
         self._whole = False  # the epoch has given its last batch
         self._start = self._order.whole(0)  # this deal's first pool: an interrupted iteration begins with it
@@ -211,8 +212,9 @@ class PeerBatches(Sampler[list[int]]):
             self._begin(int(epoch), carry=False)
 
     def __len__(self) -> int:
-        """Return the number of batches left of the epoch, if no node is lost."""
-        return self._deal.ticks_left
+        """Return the number of batches of the latest loop, if no node is lost; before the first loop, that of
+        the next one."""
+        return self._in_loop + self._deal.ticks_left
 
     @property
     def ended(self) -> bool:
@@ -237,7 +239,7 @@ class PeerBatches(Sampler[list[int]]):
             self._deal.again(self._start, carry=False)
             self._begun()
         self._loop += 1
-        self._told = False
+        self._in_loop, self._told = 0, False
         return _Batches(partial(self._next_of, self._loop))
 
     def _next_of(self, loop: int) -> list[int]:
@@ -256,6 +258,7 @@ class PeerBatches(Sampler[list[int]]):
         items = self._own(dealt.part_of(self._node))
         samples = self._batches.give(len(items), len(self._batches))
         self._given = True
+        self._in_loop += 1
         if self._on_index is not None:
             self._on_index(self)
         self._within = False
@@ -369,7 +372,7 @@ class PeerBatches(Sampler[list[int]]):
 
     def _begun(self) -> None:
         self._batches.begin()
-        self._whole = False
+        self._whole, self._in_loop = False, 0
         self._given = self._within = self._trained_on = False
 
 
