@@ -1,4 +1,4 @@
-"""`len(loader)` of `session.batches` is the number of the loop's batches, before the loop and at each batch."""
+"""`len(loader)` of `session.batches` is the number of the batches of a loop, before it and at each batch."""
 
 from __future__ import annotations
 
