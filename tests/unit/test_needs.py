@@ -134,7 +134,7 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
     ),
     "replicas-sites": (
         chosen([*SERVED, "run.workers=2", "run.sites=2", "server.replicas=2"]),
-        "server.replicas (--replicas): 2 processes for each shard do not go with run.sites: sites' shards have",
+        "server.replicas (--replicas): 2 processes for each shard do not go with run.sites: sites' shards",
         "set server.replicas to 1, or leave out run.sites",
     ),
     "sites-workers": (

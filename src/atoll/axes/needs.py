@@ -229,16 +229,16 @@ def _of_hubs() -> Iterator[Need]:
         "hub-sites-ring",
         hub,
         {"--site": Given(), "--shards": Missing()},
-        "--site: what the sites send goes to shards, and --shards is 0; give --shards M, from 1, or leave out "
-        "--site",
+        "--site: what the sites send goes to shards, and --shards is 0; give --shards M, from 1, or leave "
+        "out --site",
         UserError,
     )
     yield Need(
         "hub-replicas-sites",
         hub,
         {"--replicas": Is(2), "--site": Given()},
-        "--replicas {--replicas} does not go with --site: sites' shards have no standby yet; leave out one of "
-        "the two",
+        "--replicas {--replicas} does not go with --site: sites' shards have no standby yet; leave out one "
+        "of the two",
         UserError,
     )
     yield Need(

@@ -49,8 +49,8 @@ class ParamGroups:
         """Raise UserError for groups that do not fit the previous ones."""
         if len(hyperparameters) != len(self.settings):
             raise UserError(
-                f"hyperparameters of {len(hyperparameters)} param groups, where the run has "
-                f"{len(self.settings)}"
+                f"the optimizer has {len(hyperparameters)} param groups, and the run began with "
+                f"{len(self.settings)}; add param groups before session.prepare"
             )
         for index, group in enumerate(hyperparameters):
             if group != self._given[index]:
@@ -94,7 +94,9 @@ def _torch_value(key: str, value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(_torch_value(key, part) for part in value)
     if not isinstance(value, _PLAIN):
-        raise UserError(f"hyperparameter {key!r} is a {type(value).__name__}, and not a plain number")
+        raise UserError(
+            f"hyperparameter {key!r} is a {type(value).__name__}, and not a plain number, text or None"
+        )
     return value
 
 
