@@ -121,7 +121,7 @@ class History:
         if known is not None and known != digest:
             raise RunError(
                 f"after iteration {iteration + shift} the parameters of node {node} and of node {own} "
-                f"differ ({digest.hex()} and {known.hex()}): their processors or their PyTorch do not compute "
-                "alike; give all nodes one build of torch and one instruction set (ATEN_CPU_CAPABILITY "
+                f"differ ({digest.hex()} and {known.hex()}): their processors or their PyTorch do not "
+                "compute alike; give all nodes one build of torch and one instruction set (ATEN_CPU_CAPABILITY "
                 "sets a lower one), or use strategy 'server'"
             )
