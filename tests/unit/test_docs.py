@@ -14,6 +14,7 @@ from atoll.core.config import Config
 from atoll.lab import topology
 from atoll.ltp.settings import LtpSettings
 from atoll.wire import datagrams
+from atoll.wire.base import VERSION
 from generate import HOW, page_of_keys
 
 ROOT = Path(__file__).parents[2]
@@ -225,9 +226,14 @@ def test_the_census_names_places_pages_and_tests_that_exist() -> None:
 
 
 def anchors_of(page: Path) -> set[str]:
-    """The places in a page to which a link may lead: its headings, as GitHub names them, and `<a id="...">`."""
+    """The places in a page to which links may lead: headings, as GitHub names them, and `<a id="...">`."""
     slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings_of(page)}
     return slugs | set(re.findall(r'<a id="([^"]+)">', page.read_text(encoding="utf-8")))
+
+
+def test_the_changelog_names_the_present_version_of_the_protocol() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.findall(r"protocol\S* (?:has |is )?version (\d+)", text) == [str(VERSION)]
 
 
 def test_links_between_pages_lead_somewhere() -> None:

@@ -122,6 +122,6 @@ class History:
             raise RunError(
                 f"after iteration {iteration + shift} the parameters of node {node} and of node {own} "
                 f"differ ({digest.hex()} and {known.hex()}): their processors or their PyTorch do not "
-                "compute alike; give all nodes one build of torch and one instruction set (ATEN_CPU_CAPABILITY "
-                "sets a lower one), or use strategy 'server'"
+                "compute alike; give all nodes one build of torch and one instruction set "
+                "(ATEN_CPU_CAPABILITY sets a lower one), or use strategy 'server'"
             )
