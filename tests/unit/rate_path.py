@@ -116,7 +116,6 @@ class Ltp(Flow):
             sample=sample if burst.came else None,
             acked=burst.came,
             lost=burst.packets - burst.came,
-            restored=0,
             in_flight=self.in_flight * SIZE,
             round_ended=round_ended,
             runs=burst.runs,

@@ -14,6 +14,7 @@ from atoll.core.config import Config
 from atoll.lab import topology
 from atoll.ltp.settings import LtpSettings
 from atoll.wire import datagrams
+from atoll.wire.base import VERSION
 from generate import HOW, page_of_keys
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +24,7 @@ CONSTANT = re.compile(r"^\| `(\w+/\w+)\.py`: `(\w+)` \| ([^ |]+)", re.MULTILINE)
 # What a docstring gives as its source: docs/ltp.md, "Grants" and "The tunnel".
 PAGE = re.compile(r'\b([\w/-]+\.md)\b((?:(?:,| and) "[^"]+")*)')
 SHORTHAND = re.compile(r"\bS\d\b")  # for a text that is not in the repository
-LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+LINK = re.compile(r"\]\(([^)#:]*)(?:#([^)]*))?\)")
 
 
 def docstrings_of(source: str) -> list[str]:
@@ -224,11 +225,22 @@ def test_the_census_names_places_pages_and_tests_that_exist() -> None:
     assert wrong == []
 
 
+def anchors_of(page: Path) -> set[str]:
+    """The places in a page to which links may lead: headings, as GitHub names them, and `<a id="...">`."""
+    slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings_of(page)}
+    return slugs | set(re.findall(r'<a id="([^"]+)">', page.read_text(encoding="utf-8")))
+
+
+def test_the_changelog_names_the_present_version_of_the_protocol() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.findall(r"protocol\S* (?:has |is )?version (\d+)", text) == [str(VERSION)]
+
+
 def test_links_between_pages_lead_somewhere() -> None:
-    broken = [
-        f"{page.name} -> {target}"
-        for page in [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
-        for target in LINK.findall(page.read_text(encoding="utf-8"))
-        if not (page.parent / target).exists()
-    ]
+    broken = []
+    for page in [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]:
+        for name, anchor in LINK.findall(page.read_text(encoding="utf-8")):
+            target = page.parent / name if name else page
+            leads = target.exists() and (not anchor or anchor in anchors_of(target))
+            broken += [] if leads else [f"{page.name} -> {name}#{anchor}"]
     assert broken == []

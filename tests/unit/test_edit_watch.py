@@ -49,11 +49,3 @@ def test_a_scaler_writes_once() -> None:
     assert watch.first_edited(True) == ""
     net.bias.grad.mul_(0.5)  # type: ignore[union-attr]
     assert watch.first_edited(True) == "bias"
-
-
-def test_a_graph_is_found() -> None:
-    net, watch = watched()
-    assert watch.first_with_graph() == ""
-    net.zero_grad()
-    net(torch.ones(1, 3)).square().sum().backward(create_graph=True)
-    assert watch.first_with_graph() in ("weight", "bias")

@@ -124,7 +124,6 @@ def test_a_late_first_round_trip_is_no_queue() -> None:
             sample=None,
             acked=21,
             lost=0,
-            restored=0,
             in_flight=5_000_000,
             round_ended=True,
         )

@@ -68,8 +68,8 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
     ),
     "pipeline-sites": (
         chosen([*SERVED, "sync.pipeline=1", "sync.consistency=asp", "run.sites=2"]),
-        "sync.pipeline = 1 is not for run.sites",
-        "inside a site it is always bsp",
+        "sync.pipeline = 1 is not for run.sites: a site's workers make each step together",
+        "set sync.pipeline to 0, or leave out run.sites",
     ),
     "pipeline-lazy": (
         chosen([*SERVED, "sync.pipeline=1", "sync.consistency=asp", "sync.lazy=true"]),
@@ -134,13 +134,13 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
     ),
     "replicas-sites": (
         chosen([*SERVED, "run.workers=2", "run.sites=2", "server.replicas=2"]),
-        "server.replicas (--replicas): 2 processes for each shard do not go with run.sites",
-        "sites' shards have no standby yet",
+        "server.replicas (--replicas): 2 processes for each shard do not go with run.sites: sites' shards",
+        "set server.replicas to 1, or leave out run.sites",
     ),
     "sites-workers": (
         chosen([*SERVED, "run.workers=2", "run.sites=3"]),
-        "run.sites: 3 sites for 2 workers",
-        "each has at least one",
+        "run.sites: 3 sites for 2 workers: each has at least one",
+        "give at most 2",
     ),
     "groups-ungrouped": (
         chosen(["groups.count=2", "run.workers=2"]),
@@ -159,13 +159,13 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
     ),
     "hub-sites-ring": (
         Choices({"--site": ["paris"], "--shards": 0, "--replicas": 1}),
-        "a run of sites has at least one shard",
-        "without shards it is a ring",
+        "--site: what the sites send goes to shards, and --shards is 0",
+        "give --shards M, from 1, or leave out --site",
     ),
     "hub-replicas-sites": (
         Choices({"--site": ["paris"], "--shards": 1, "--replicas": 2}),
-        "--replicas 2 does not go with --site",
-        "sites' shards have no standby yet",
+        "--replicas 2 does not go with --site: sites' shards have no standby yet",
+        "leave out one of the two",
     ),
     "hub-replicas-ring": (
         Choices({"--site": [], "--shards": 0, "--replicas": 2}),
@@ -179,8 +179,8 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
     ),
     "hub-groups-sites": (
         Choices({"--site": ["paris"], "--shards": 1, "--replicas": 1, "--groups": 2}),
-        "--groups does not go with --site",
-        "a site's workers are a group already",
+        "--groups does not go with --site: a site's workers are a group already",
+        "leave out one of the two",
     ),
     "served-no-hub": (
         chosen(SERVED, hub=""),
@@ -390,11 +390,6 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         Choices({"sync": "peers", "again": True, "run.strategy": "peers"}),
         "strategy 'peers' takes a model as it is when session.prepare first sees it, and not once more",
         "in another session, or set run.strategy to ring, hierarchical, server or ps-hra",
-    ),
-    "prepared-again-replicas": (
-        Choices({"sync": "replicas", "again": True, "run.strategy": "ring"}),
-        "with sync.period a model is taken as it is when session.prepare first sees it",
-        "prepare the changed model in another session, or leave out sync.period",
     ),
     "prepared-again-sites": (
         Choices({**AGAIN, "site": "paris"}),

@@ -216,7 +216,6 @@ class Rounds:
                     sample=RateSample(delivered, RTT, limited),
                     acked=(packets - lost) // 8,
                     lost=lost if part == 7 else 0,
-                    restored=0,
                     in_flight=0,
                     round_ended=part == 7,
                 )
@@ -359,7 +358,7 @@ def test_who_has_a_small_share_of_the_path_drains_less():
 def test_a_grant_expires_within_a_round():
     control = settled().control
     control.handle_grant(3.0, 1e6, 0.1)
-    acked = {"rtt": RTT, "sample": None, "acked": 1, "lost": 0, "restored": 0, "in_flight": 0}
+    acked = {"rtt": RTT, "sample": None, "acked": 1, "lost": 0, "in_flight": 0}
     control.handle_ack(3.05, **acked, round_ended=False)
     assert control.rate == 1e6
     control.handle_ack(3.1, **acked, round_ended=False)

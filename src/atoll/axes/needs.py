@@ -79,7 +79,8 @@ def _rows() -> Iterator[Need]:
         "pipeline-sites",
         configuration,
         {"sync.pipeline": Given(), "run.sites": Given()},
-        "sync.pipeline = 1 is not for run.sites: inside a site it is always bsp",
+        "sync.pipeline = 1 is not for run.sites: a site's workers make each step together; set sync.pipeline "
+        "to 0, or leave out run.sites",
     )
     yield Need(
         "pipeline-lazy",
@@ -187,14 +188,15 @@ def _of_launches() -> Iterator[Need]:
         launch,
         {"server.replicas": Is(2), "run.sites": Given()},
         "server.replicas (--replicas): {server.replicas} processes for each shard do not go with run.sites: "
-        "sites' shards have no standby yet",
+        "sites' shards have no standby yet; set server.replicas to 1, or leave out run.sites",
         UserError,
     )
     yield Need(
         "sites-workers",
         launch,
         {"run.sites": Above("run.workers")},
-        "run.sites: {run.sites} sites for {run.workers} workers: each has at least one",
+        "run.sites: {run.sites} sites for {run.workers} workers: each has at least one, so give at most "
+        "{run.workers}",
         UserError,
     )
     yield Need(
@@ -227,14 +229,16 @@ def _of_hubs() -> Iterator[Need]:
         "hub-sites-ring",
         hub,
         {"--site": Given(), "--shards": Missing()},
-        "a run of sites has at least one shard, for all of them; without shards it is a ring",
+        "--site: what the sites send goes to shards, and --shards is 0; give --shards M, from 1, or leave "
+        "out --site",
         UserError,
     )
     yield Need(
         "hub-replicas-sites",
         hub,
         {"--replicas": Is(2), "--site": Given()},
-        "--replicas {--replicas} does not go with --site: sites' shards have no standby yet",
+        "--replicas {--replicas} does not go with --site: sites' shards have no standby yet; leave out one "
+        "of the two",
         UserError,
     )
     yield Need(
@@ -255,7 +259,7 @@ def _of_hubs() -> Iterator[Need]:
         "hub-groups-sites",
         hub,
         {"--groups": IsNot(None), "--site": Given()},
-        "--groups does not go with --site: a site's workers are a group already",
+        "--groups does not go with --site: a site's workers are a group already; leave out one of the two",
         UserError,
     )
 
@@ -474,17 +478,9 @@ def _of_models() -> Iterator[Need]:
     yield Need(
         "prepared-again",
         prepare,
-        {"sync": Is("peers"), "again": Is(True)},
+        {"sync": Is("peers", "replicas"), "again": Is(True)},
         "strategy {run.strategy!r} takes a model as it is when session.prepare first sees it, and not once "
         f"more after it has changed: {before}, or set run.strategy to ring, hierarchical, server or ps-hra",
-        PrepareError,
-    )
-    yield Need(
-        "prepared-again-replicas",
-        prepare,
-        {"sync": Is("replicas"), "again": Is(True)},
-        "with sync.period a model is taken as it is when session.prepare first sees it, and not once more "
-        f"after it has changed: {before}, or leave out sync.period",
         PrepareError,
     )
     yield Need(

@@ -288,13 +288,13 @@ class Groups(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LinkOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`[link]`: transport of chunks between workers, groups or sites, and shards.
+    """`[link]`: transport of chunks between workers, groups or sites, and shards, or between nodes.
 
     Args:
-        transport: Strategies `server` and `ps-hra`: transport of chunks to the shards and back. `tcp`:
-            nothing is lost. `ltp`: over UDP; parts of a gradient may be lost, and everything else arrives
-            ([ltp-training.md](ltp-training.md)). With `run.sites` it is used between a site's shard and the
-            others, and `tcp` within a site.
+        transport: Strategies `server` and `ps-hra`: transport of chunks to the shards and back. Strategy
+            `peers`: between nodes. `tcp`: nothing is lost. `ltp`: over UDP; parts of a gradient may be lost,
+            and everything else arrives ([ltp-training.md](ltp-training.md)). With `run.sites` it is used
+            between a site's shard and the others, and `tcp` within a site.
         high: Share of a gradient's blocks that may not be lost, 0 to 1: those with the largest mean value.
             `auto`: as few blocks as carry 60 % of the gradient.
         fill: Replacement of lost blocks beyond `link.fill_above`: `zero`, the `last` values that came, or

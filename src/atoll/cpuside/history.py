@@ -120,7 +120,8 @@ class History:
         known = self._digests.get(iteration)
         if known is not None and known != digest:
             raise RunError(
-                f"after iteration {iteration + shift} the global parameters of node {node} and of "
-                f"node {own} differ ({digest.hex()} and {known.hex()}): their processors or "
-                "their PyTorch do not compute alike"
+                f"after iteration {iteration + shift} the parameters of node {node} and of node {own} "
+                f"differ ({digest.hex()} and {known.hex()}): their processors or their PyTorch do not "
+                "compute alike; give all nodes one build of torch and one instruction set "
+                "(ATEN_CPU_CAPABILITY sets a lower one), or use strategy 'server'"
             )

@@ -26,7 +26,7 @@ from atoll.core.errors import RunError, UserError
 from atoll.core.hyperparameters import Difference, first_difference
 from atoll.core.optimizerkind import OptimizerKind
 from atoll.core.weighing import KNOWN, are_certain, beyond, weight_of
-from atoll.tensors.paramgroups import Settings
+from atoll.tensors.paramgroups import GroupSettings
 from atoll.tensors.shardoptimizer import Scratch, ShardOptimizer, SlotValues
 from atoll.wire.device import Clip
 from atoll.wire.messages import Hyperparameters
@@ -107,7 +107,7 @@ class PreparedStep:
     whose: Whose
     counted: Sequence[Contribution]
     shares: Sequence[float]
-    settings: Sequence[Settings]
+    settings: Sequence[GroupSettings]
     norm: Tensor | None
     coefficient: Tensor | None
 

@@ -31,7 +31,7 @@ def sent_groups(optimizer: torch.optim.Optimizer) -> Settings:
     sent: Settings = []
     for index, group in enumerate(optimizer.param_groups):
         (values,) = plain_hyperparameters([group])
-        for key in [key for key, value in values.items() if not _is_plain(value)]:
+        for key in [key for key, value in values.items() if not _can_be_sent(value)]:
             value = values.pop(key)
             if key in optimizer.defaults or not is_torchs:
                 setting = f"param_groups[{index}][{key!r}]"
@@ -78,7 +78,7 @@ def _kept(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         name: next((each[name] for each in held if name in each), None)
         for name in inspect.signature(class_).parameters
     }
-    return {name: value for name, value in found.items() if value is not None and _is_plain(value)}
+    return {name: value for name, value in found.items() if value is not None and _can_be_sent(value)}
 
 
 def _made_of(optimizer: torch.optim.Optimizer, **beside: Any) -> torch.optim.Optimizer | None:
@@ -96,9 +96,10 @@ def _made_of(optimizer: torch.optim.Optimizer, **beside: Any) -> torch.optim.Opt
     return made
 
 
-def _is_plain(value: Any) -> bool:
+def _can_be_sent(value: Any) -> bool:
+    """True if MessagePack holds the value: its whole numbers have 64 bits."""
     if isinstance(value, (tuple, list)):
-        return all(map(_is_plain, value))
+        return all(map(_can_be_sent, value))
     if type(value) is int:
         return -(2**63) <= value < 2**64
     return isinstance(value, (bool, float, str, type(None)))

@@ -152,7 +152,6 @@ class RateControl:
         sample: RateSample | None,
         acked: int,
         lost: int,
-        restored: int,  # noqa: ARG002  (restored packets count as lost)
         in_flight: int,
         round_ended: bool,
         runs: int | None = None,
@@ -164,7 +163,6 @@ class RateControl:
             sample: delivery rate; None if not measured.
             acked: packets that arrived.
             lost: packets found lost, those that parity restores included.
-            restored: those of `lost` that parity restores.
             in_flight: bytes.
             round_ended: a packet was acknowledged that left after the last round's end.
             runs: runs of consecutive lost packets; by default each was lost alone.

@@ -123,9 +123,8 @@ class Flights:
                 if told.lost_count:
                     yield Heard(told)
 
-    def settle(self, now: float, heard: Heard, restored: int) -> None:
-        """Report acknowledged and lost datagrams to the rate control. Parity restores `restored` of the lost
-        ones."""
+    def settle(self, now: float, heard: Heard) -> None:
+        """Report acknowledged and lost datagrams to the rate control."""
         told = heard.told
         counted = told.acked_count + told.lost_count
         if not counted:
@@ -141,7 +140,6 @@ class Flights:
             sample=heard.sample,
             acked=told.acked_count,
             lost=told.lost_count,
-            restored=restored,
             in_flight=self.bytes,
             round_ended=heard.round_ended,
             runs=told.runs,

@@ -103,10 +103,11 @@ class Sender:
         if outgoing is not None:
             outgoing.handle_acked(items)
 
-    def handle_lost(self, transfer: int, items: Items) -> int:
-        """Record that these items were lost; return how many of them parity restores."""
+    def handle_lost(self, transfer: int, items: Items) -> None:
+        """Record that these items of a transfer were lost."""
         outgoing = self._begun.get(transfer)
-        return outgoing.handle_lost(items) if outgoing is not None else 0
+        if outgoing is not None:
+            outgoing.handle_lost(items)
 
     def handle_early(self, transfer: int) -> None:
         """Stop low blocks of a transfer: its receiver has enough."""

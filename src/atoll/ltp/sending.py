@@ -251,8 +251,8 @@ class Outgoing:
             self._lows_gone -= int(np.count_nonzero(~self._high_at[gone[gone < self.blocks]]))
         self._state[items] = THERE
 
-    def handle_lost(self, items: Items) -> int:
-        """Record lost items; return how many of them the receiver can surely restore.
+    def handle_lost(self, items: Items) -> None:
+        """Record lost items.
 
         High blocks are resent unless the receiver may restore them, low ones only if the transfer would not
         be usable.
@@ -267,7 +267,6 @@ class Outgoing:
         # Another loss in a group may make its earlier losses unrestorable.
         self._repair_high(np.flatnonzero(self._gone) if (self._group[lost] >= 0).any() else data)
         self._repair_low()
-        return int(np.count_nonzero(self._restorable(data)))
 
     def handle_early(self, reason: str) -> None:
         """Stop: the receiver has enough. No low block is sent any more, and high ones only if it lacks

@@ -266,22 +266,21 @@ class LtpSession:
 
     def _tell(self, now: float, heard: Heard) -> None:
         """Pass on acknowledged and lost datagrams to the parts that sent them, and to the rate control."""
-        self._flights.settle(now, heard, self._pass_on(heard.told))
+        self._pass_on(heard.told)
+        self._flights.settle(now, heard)
 
-    def _pass_on(self, told: SettledDatagrams) -> int:
-        """Pass on acknowledged and lost datagrams; return how many of the lost can be restored."""
+    def _pass_on(self, told: SettledDatagrams) -> None:
+        """Pass on acknowledged and lost datagrams to the parts that sent them."""
         for transfer, items in told.acked.items():
             if transfer == CONTROL:
                 self._outbox.handle_acked(items.tolist())
             else:
                 self._sender.handle_acked(transfer, items)
-        restored = 0
         for transfer, items in told.lost.items():
             if transfer == CONTROL:
                 self._outbox.handle_lost(items.tolist())
             else:
-                restored += self._sender.handle_lost(transfer, items)
-        return restored
+                self._sender.handle_lost(transfer, items)
 
     def _handle_control(self, now: float, stripe: int, path: Hashable, body: Bytes) -> None:
         try:

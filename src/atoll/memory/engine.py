@@ -449,6 +449,11 @@ class Engine:
         return version(self.chunks[place.chunk].parameters[place.slot])
 
 
+def parameter_bytes(engine: Engine) -> int:
+    """Return the bytes of all parameters in the engine's chunks, as plain ones."""
+    return sum(parameter.nbytes for each in engine.chunks.values() for parameter in each.parameters)
+
+
 def _taken_first(each: TrainedChunk) -> tuple[int, int]:
     """Return a sort key for `Engine.take_over`, in whose order memory never exceeds the budgets.
 

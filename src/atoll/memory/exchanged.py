@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from atoll.chunks import Chunk, ChunkMap
 from atoll.core.memory import Budgets, MemoryFigures
+from atoll.memory.engine import parameter_bytes
 from atoll.memory.fitted import Moving
 from atoll.memory.gradients import ChunkGradients, ModelGradients, TrainedChunk
 from atoll.memory.home import Home, HostHome
@@ -281,7 +282,7 @@ class Exchanged(Moving):
             self.engine.refresh(self._stepped)
 
     def _plain_bytes(self) -> int:
-        return sum(parameter.nbytes for each in self.engine.chunks.values() for parameter in each.parameters)
+        return parameter_bytes(self.engine)
 
     def stats(self) -> MemoryFigures:
         figures = super().stats()

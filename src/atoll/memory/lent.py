@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from atoll.chunks import ChunkMap, lay_out_memory
 from atoll.core.memory import Budgets, MemoryFigures
 from atoll.memory import planning
+from atoll.memory.engine import parameter_bytes
 from atoll.memory.fitted import Moving
 from atoll.memory.gradients import ChunkGradients, GradientSlot, ModelGradients, TrainedChunk
 from atoll.memory.home import Home, HostHome, copied
@@ -332,7 +333,7 @@ class LentModel(Moving):
         self._step_ended()
 
     def _plain_bytes(self) -> int:
-        return sum(parameter.nbytes for each in self.engine.chunks.values() for parameter in each.parameters)
+        return parameter_bytes(self.engine)
 
     def stats(self) -> MemoryFigures:
         return msgspec.structs.replace(super().stats(), host_peak=self._peak)

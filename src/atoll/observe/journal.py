@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +34,7 @@ from atoll.core.events import (
 )
 from atoll.core.sharing import open_like_folder
 from atoll.observe.lastwords import say
+from atoll.observe.notices import print_warning
 
 T = TypeVar("T")
 
@@ -126,7 +125,7 @@ class Journal:
         self.lost += 1
         if self.lost == 1:
             warning = f"{self._path}: {trouble}; the run goes on, and events are missing in its records"
-            _say(warning)
+            print_warning(warning)
             say(Warned(time=event.time, worker=event.worker, message=warning))
 
     def close(self) -> None:
@@ -140,18 +139,13 @@ class Journal:
                 say(self._gap)
             self._lines.close()
             if self.lost:
-                _say(f"{self._path}: {self.lost} events were lost")
+                print_warning(f"{self._path}: {self.lost} events were lost")
 
     def __enter__(self) -> Journal:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _say(line: str) -> None:
-    with contextlib.suppress(OSError):  # standard error may be a file on the same disk
-        print(f"atoll: {line}", file=sys.stderr, flush=True)
 
 
 class LineReader(Generic[T]):

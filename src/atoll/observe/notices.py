@@ -12,9 +12,14 @@ from atoll.observe.rundir import DIRECTORY_VARIABLE
 
 
 class Notices:
-    """A worker's. `bus` hands them to its journals, which `atoll run` shows people; standard error shows them
-    while there is no journal, and where no `atoll run` watches. `worker` is the worker's name once it is
-    known."""
+    """A worker's notices.
+
+    `bus` hands them to the worker's journals, from which `atoll run` shows them. Standard error shows them
+    while there is no journal, and where no `atoll run` watches.
+
+    Attributes:
+        worker: the worker's name; -1 until it is known.
+    """
 
     def __init__(self, worker: int = -1) -> None:
         self.bus, self.worker = EventBus(), worker
@@ -27,6 +32,6 @@ class Notices:
 
 
 def print_warning(line: str) -> None:
-    """For a script that no `atoll run` watches."""
-    with contextlib.suppress(OSError):  # what it says may go to a disk that is full
+    """Print a line on standard error, unless that is a file on a disk that is full."""
+    with contextlib.suppress(OSError):
         print(f"atoll: {line}", file=sys.stderr, flush=True)

@@ -59,7 +59,10 @@ class PassingGroups:
         if len(hyperparameters) != len(own) or any(
             group.keys() - given.keys() for group, given in zip(own, hyperparameters, strict=True)
         ):
-            raise UserError(f"hyperparameters of other param groups than the {len(own)} that the run has")
+            raise UserError(
+                f"the optimizer has other param groups than the {len(own)} with which the run began; add "
+                "param groups before session.prepare"
+            )
 
     def set(self, hyperparameters: Sequence[Mapping[str, Any]]) -> None:
         self.check(hyperparameters)

@@ -11,6 +11,16 @@ from atoll.wire.messages import Count
 _NAMED = 4  # workers at most that a line names
 
 
+def fenced_out(fenced: Mapping[int, int], worker: int, incarnation: int) -> str:
+    """Return why nothing is taken from this incarnation of a worker; empty if something is.
+
+    `fenced` has the highest fenced incarnation of each worker.
+    """
+    if incarnation <= fenced.get(worker, 0):
+        return f"worker {worker} of incarnation {incarnation} is fenced: it was given up, or it has left"
+    return ""
+
+
 class Roster(msgspec.Struct, forbid_unknown_fields=True):
     """The log's workers. A worker is in `live` or in `waiting`, at most in one of them.
 
@@ -31,9 +41,7 @@ class Roster(msgspec.Struct, forbid_unknown_fields=True):
 
     def refusal(self, worker: int, incarnation: int) -> str:
         """Return why nothing is taken from this incarnation; empty if something is."""
-        if incarnation <= self.fenced.get(worker, 0):
-            return f"worker {worker} of incarnation {incarnation} is fenced: it was given up, or it has left"
-        return ""
+        return fenced_out(self.fenced, worker, incarnation)
 
     def incarnation(self, worker: int) -> int:
         """Return the incarnation of a worker that is live or waiting; 0 if it is neither."""

@@ -20,6 +20,7 @@ from atoll.store.actions import (
 from atoll.store.entries import AnyEntry, Apply, Combine, Fenced, Idle, Joined, StepWithMean
 from atoll.store.losses import ChunkLoss, told_of
 from atoll.store.outcomes import StoreError
+from atoll.store.roster import fenced_out
 from atoll.wire import messages
 from atoll.wire.messages import Count, LostBlocks
 
@@ -139,9 +140,7 @@ class ShardState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     def refusal(self, worker: int, incarnation: int) -> str:
         """Return why nothing is taken from this incarnation; empty if something is."""
-        if incarnation <= self.fenced.get(worker, 0):
-            return f"worker {worker} of incarnation {incarnation} is fenced: it was given up, or it has left"
-        return ""
+        return fenced_out(self.fenced, worker, incarnation)
 
     def awaits_mean(self, iteration: int) -> bool:
         """True if the mean of this iteration is still to come."""

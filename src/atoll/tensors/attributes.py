@@ -12,6 +12,7 @@ import torch
 
 from atoll.axes.choices import Choices
 from atoll.axes.needs import check
+from atoll.tensors.settings import is_fixed
 
 _OF_A_SCALER = frozenset({"grad_scale", "found_inf"})  # a GradScaler sets them for one step
 
@@ -21,7 +22,7 @@ def plain_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(optimizer).items()
-        if not name.startswith("_") and name not in _OF_A_SCALER and _is_plain(value)
+        if not name.startswith("_") and name not in _OF_A_SCALER and is_fixed(value)
     }
 
 
@@ -53,9 +54,3 @@ class WatchedAttributes:
         """Raise UserError if the script has changed an attribute."""
         if not self._is_torchs:
             check_attributes(plain_attributes(self._optimizer), self._known)
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_is_plain, value))
-    return isinstance(value, (bool, int, float, str, type(None)))

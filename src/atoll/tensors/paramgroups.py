@@ -9,7 +9,7 @@ import torch
 
 from atoll.core.errors import UserError
 
-Settings: TypeAlias = dict[str, Any]  # a param group without its parameters
+GroupSettings: TypeAlias = dict[str, Any]  # a param group without its parameters
 
 _FUSED = ("SGD", "Adam", "AdamW", "Adagrad")  # those with a fused implementation on CPUs
 _PLAIN = (bool, int, float, str, type(None))
@@ -49,8 +49,8 @@ class ParamGroups:
         """Raise UserError for groups that do not fit the previous ones."""
         if len(hyperparameters) != len(self.settings):
             raise UserError(
-                f"hyperparameters of {len(hyperparameters)} param groups, where the run has "
-                f"{len(self.settings)}"
+                f"the optimizer has {len(hyperparameters)} param groups, and the run began with "
+                f"{len(self.settings)}; add param groups before session.prepare"
             )
         for index, group in enumerate(hyperparameters):
             if group != self._given[index]:
@@ -64,16 +64,16 @@ class ParamGroups:
                 self.settings[index] = self._settings(group, self._classes[index])
                 self._given[index] = dict(group)
 
-    def settings_of(self, hyperparameters: Sequence[Mapping[str, Any]]) -> list[Settings]:
+    def settings_of(self, hyperparameters: Sequence[Mapping[str, Any]]) -> list[GroupSettings]:
         """Return groups in torch's form, for one step; raises UserError if they do not fit."""
         self.check(hyperparameters)
         return self._in_torch(hyperparameters)
 
-    def _in_torch(self, hyperparameters: Sequence[Mapping[str, Any]]) -> list[Settings]:
+    def _in_torch(self, hyperparameters: Sequence[Mapping[str, Any]]) -> list[GroupSettings]:
         groups = zip(hyperparameters, self._classes, strict=True)
         return [self._settings(group, class_) for group, class_ in groups]
 
-    def _settings(self, group: Mapping[str, Any], class_: type[torch.optim.Optimizer]) -> Settings:
+    def _settings(self, group: Mapping[str, Any], class_: type[torch.optim.Optimizer]) -> GroupSettings:
         """Return a received param group in torch's form, for a CPU."""
         settings = {key: _torch_value(key, value) for key, value in group.items() if key != "params"}
         for key in ("capturable", "differentiable"):  # concern graphs on the worker's device alone
@@ -94,11 +94,13 @@ def _torch_value(key: str, value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(_torch_value(key, part) for part in value)
     if not isinstance(value, _PLAIN):
-        raise UserError(f"hyperparameter {key!r} is a {type(value).__name__}, and not a plain number")
+        raise UserError(
+            f"hyperparameter {key!r} is a {type(value).__name__}, and not a plain number, text or None"
+        )
     return value
 
 
-def _check_alike(settings: Settings, before: Settings) -> None:
+def _check_alike(settings: GroupSettings, before: GroupSettings) -> None:
     """Raise UserError if a hyperparameter is missing, or is of another kind than before."""
     for key, value in before.items():
         if key not in settings or not _is_alike(settings[key], value):

@@ -51,7 +51,7 @@ class WatchedSettings:
         known = len(values) == len(self._values) and all(map(is_, values, self._values))
         if not known or scale != self._scale:
             self._settings = settings_of(self._optimizer)
-            self._values = values if all(map(_is_fixed, values)) else []
+            self._values = values if all(map(is_fixed, values)) else []
             self._scale = scale
         return self._settings
 
@@ -64,10 +64,10 @@ def settings_of_all(optimizers: Sequence[torch.optim.Optimizer]) -> Callable[[],
     return lambda: [group for each in watched for group in each()]
 
 
-def _is_fixed(value: Any) -> bool:
-    """True if an object of this type cannot change its value."""
+def is_fixed(value: Any) -> bool:
+    """True if a value is a number, a text, None, or a tuple of these: its object cannot change."""
     if isinstance(value, tuple):
-        return all(map(_is_fixed, value))
+        return all(map(is_fixed, value))
     return isinstance(value, (bool, int, float, str, type(None)))
 
 

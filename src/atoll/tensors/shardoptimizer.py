@@ -30,7 +30,7 @@ from atoll.tensors.compensation import Origins
 from atoll.tensors.elementwise import NotElementwiseError, begin_training, elementwise_state_keys
 from atoll.tensors.optimizer import ChunkOptimizer, StepHooks
 from atoll.tensors.packing import PACKED, pack, unpack
-from atoll.tensors.paramgroups import ParamGroups, Settings
+from atoll.tensors.paramgroups import GroupSettings, ParamGroups
 from atoll.tensors.stephooks import AroundStep
 from atoll.tensors.stepunit import tensor_bytes
 
@@ -198,7 +198,7 @@ class _HeldChunk:
         self,
         chunk: Chunk,
         class_: type[torch.optim.Optimizer] = torch.optim.Optimizer,
-        settings: Settings | None = None,
+        settings: GroupSettings | None = None,
         specs: Sequence[ParameterSpec] | None = None,
     ) -> None:
         dtype = getattr(torch, chunk.dtype)
@@ -293,7 +293,7 @@ class _HeldChunk:
         self.flat.copy_(other.flat)
         self.stepper.copy(other.stepper)
 
-    def apply(self, settings: Settings) -> None:
+    def apply(self, settings: GroupSettings) -> None:
         """Use `settings` in the next step."""
         if settings is not self.settings:
             _set(self.optimizer, settings)
@@ -390,7 +390,7 @@ class ShardOptimizer:
         gradients: Tensor,
         present: Iterable[bool | int],
         *,
-        settings: Sequence[Settings] | None = None,
+        settings: Sequence[GroupSettings] | None = None,
     ) -> None:
         """Step the slots of one chunk that are `present` with their part of `gradients`.
 
@@ -654,7 +654,7 @@ def _unpacked(elements: Mapping[str, Tensor], words: Sequence[Mapping[str, Any]]
 
 
 def _make(
-    class_: type[torch.optim.Optimizer], parameters: Sequence[nn.Parameter], settings: Settings
+    class_: type[torch.optim.Optimizer], parameters: Sequence[nn.Parameter], settings: GroupSettings
 ) -> torch.optim.Optimizer:
     """Return an optimizer of `parameters` in one param group, which holds all of `settings`."""
     try:
@@ -672,7 +672,7 @@ def _make(
     return optimizer
 
 
-def _set(optimizer: torch.optim.Optimizer, settings: Settings) -> None:
+def _set(optimizer: torch.optim.Optimizer, settings: GroupSettings) -> None:
     """Set the values of the only param group. A value that the optimizer keeps as a tensor stays one.
 
     What its own code has added is taken out, such as a count of steps: the worker's group has it.
@@ -689,7 +689,7 @@ def _set(optimizer: torch.optim.Optimizer, settings: Settings) -> None:
 
 
 def _probe(
-    class_: type[torch.optim.Optimizer], optimizer: torch.optim.Optimizer, settings: Settings, dtype: str
+    class_: type[torch.optim.Optimizer], optimizer: torch.optim.Optimizer, settings: GroupSettings, dtype: str
 ) -> _Kind:
     """Find the kinds of state that an optimizer of flat parameters keeps; the worker has tried that it is
     element-wise. Raises UserError if it cannot be stepped."""

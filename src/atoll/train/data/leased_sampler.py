@@ -282,7 +282,7 @@ class LeasedSampler(Sampler[int]):
         runs = state.get("used", [])
         self._samples.order.check_runs(runs)
         if any(run[0] < state["epoch"] or run[1] == run[2] for run in runs):
-            raise CheckpointError("the checkpoint's sampler names used samples that are none")
+            raise CheckpointError("the checkpoint's sampler names used samples that cannot be: it is damaged")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`: samples used there are not given again.

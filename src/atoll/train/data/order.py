@@ -85,7 +85,8 @@ class SampleOrder:
             )
         if offset > length or min(epoch, offset) < 0:
             raise CheckpointError(
-                f"the checkpoint's sampler is at sample {offset} of epoch {epoch}, which is none"
+                f"the checkpoint's sampler is at sample {offset} of epoch {epoch}, which the dataset does "
+                "not have"
             )
         self.check_runs(state.get("left", []))
 
@@ -100,7 +101,7 @@ class SampleOrder:
             for run in runs
         )
         if not right:
-            raise CheckpointError("the checkpoint's sampler names samples that are none")
+            raise CheckpointError("the checkpoint's sampler names samples that the dataset does not have")
 
     def has(self, item: Any) -> bool:
         """True if `item`, which was read from outside and may be anything, is an epoch and a position in

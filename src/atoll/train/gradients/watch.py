@@ -147,10 +147,6 @@ class EditWatch:
                 return name
         return ""
 
-    def first_with_graph(self) -> str:
-        """Return the first parameter whose gradient carries a graph; "" for none."""
-        return next((name for name, p in self._named if p.grad is not None and p.grad.requires_grad), "")
-
 
 def _identity(gradient: Tensor | None) -> tuple[int, int]:
     if gradient is None:
