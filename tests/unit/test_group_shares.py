@@ -575,6 +575,23 @@ def test_an_epoch_that_was_given_up_and_is_set_again_is_as_long_for_all_members(
     assert all(count == 1 for used in crew.used.values() for count in used.values())
 
 
+def test_members_that_have_gone_back_to_an_epoch_unlike_often_are_alike_in_a_new_group() -> None:
+    """Each was alone before. The first loop of the group begins with what was left of the latest epochs. Then
+    the group goes back to an epoch before the one in which it was formed."""
+    crew = Crew(320, 32, [0.01, 0.04], by_speed=False)
+    for epoch in (9, 1, 2, 1, 9):
+        crew.batches[1].set_epoch(epoch)
+    found = []
+    for epoch, stop in ((9, 2), (0, 99), (9, 99)):
+        for batches in crew.batches:
+            batches.set_epoch(epoch)
+        if not found:
+            crew.move()
+        loops = [islice(crew.loader(rank, 6 * rank), stop) for rank in range(2)]
+        found.append(len([crew.step(list(each)) for each in zip(*loops, strict=True)]))
+    assert found == [2, 20, 20]
+
+
 @pytest.mark.parametrize("ahead", [0, 3])
 def test_a_loop_that_is_left_with_its_last_batch_leaves_nothing_of_an_epoch_set_again(ahead: int) -> None:
     """Whether the loader knows that it was the last one, or not."""
