@@ -12,7 +12,15 @@ import pytest
 from atoll.core.errors import UserError
 from atoll.groups.shares import cut_run
 from atoll.hub.book import _samples_of
-from atoll.store.blocks import BLOCKS_IN_LAP, MOST_BATCHES, MOST_BLOCKS, MOST_EPOCHS, Blocks, BlockState, EpochBlocks
+from atoll.store.blocks import (
+    BLOCKS_IN_LAP,
+    MOST_BATCHES,
+    MOST_BLOCKS,
+    MOST_EPOCHS,
+    Blocks,
+    BlockState,
+    EpochBlocks,
+)
 from atoll.store.leases import Leases
 from atoll.wire.messages import MOST_CUT, Cut, Lease, Leased, Used
 

@@ -202,6 +202,7 @@ class Crew:
             ring = self.rings[survivor]
             ring.rank, ring.names = each, [self.names[other] for other in self.there]
             ring.generation += 1
+        self._meet()
 
     def move(self) -> None:
         """Those who are there become a new contributor, and the former one is fenced."""
@@ -211,12 +212,17 @@ class Crew:
             self.leases.handle_moved(old, self.key, sampler.held())
             sampler.leave_leased()
             self.requests[rank].move(self.key[0])
-        places = [sampler.where() for sampler in members]
-        for sampler in members:
-            sampler.go_to(places)
+        self._meet()
         for rank in self.there:
             self.rings[rank].generation += 1
         self.fence(old)
+
+    def _meet(self) -> None:
+        """The members of a ring that is new tell their places to one another."""
+        members = [self.samplers[rank] for rank in self.there]
+        places = [sampler.where() for sampler in members]
+        for sampler in members:
+            sampler.go_to(places)
 
     def fence(self, key: tuple[int, int]) -> None:
         self.blocks.handle_fenced(key)
@@ -695,6 +701,39 @@ def test_each_sample_counts_once_whoever_dies_and_whatever_loops_are_left(seed: 
         others.take()
     for epoch in range(epochs):
         assert crew.used[epoch] == Counter(range(crew.length)), epoch
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_members_are_offset_after_a_loss_or_a_move_by_what_they_had_in_hand(seed: int) -> None:
+    """The loop in which it happens, or the next one, is of unlike length for them, and no later one. A member
+    whose loop has ended is in its next one, so no iteration waits for a batch that nobody makes."""
+    chance = random.Random(seed)
+    crew = Crew(chance.randint(40, 99), chance.randint(9, 31), [0.01, 0.04, 0.02], by_speed=seed % 2 == 0)
+    ahead, ends = [chance.randint(0, 4) for _ in crew.each], list[list[int]]([[], [], []])
+    loses, iteration = chance.randint(1, 12), 0
+    moves, gone = loses + chance.randint(0, 3), chance.choice([None, 0, 1, 2])
+
+    def script(rank: int) -> Iterator[list[int]]:
+        while True:
+            yield from crew.loader(rank, ahead[rank])
+            ends[rank].append(iteration)
+
+    scripts, first, last = [script(rank) for rank in range(3)], 0, 0
+    for iteration in range(60):
+        if iteration == loses and gone is not None:
+            first = min(map(len, ends))
+            crew.lose(gone)
+        if iteration == moves:
+            last = max(map(len, ends))
+            crew.move()
+        crew.step([next(scripts[rank]) for rank in crew.there])
+    for rank in crew.there[1:]:
+        offsets = [own - other for own, other in zip(ends[rank], ends[crew.there[0]], strict=False)]
+        assert len(offsets) > last + 2
+        assert not any(offsets[:first])
+        assert len(set(offsets[last + 1 :])) == 1, offsets
+        assert abs(offsets[-1]) <= max(ahead), offsets
+    assert all(count == 1 for used in crew.used.values() for count in used.values())
 
 
 def test_a_member_without_a_sample_has_a_fill_that_counts_nothing() -> None:

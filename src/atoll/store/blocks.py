@@ -4,9 +4,9 @@ Members number their requests from 1, for each epoch of a sampler. The member th
 it leased for all members that live at that time. The others get their part of it. A block is kept until each
 living member has asked for a later one, since an answer may be lost.
 
-A script may give up an epoch of which some members have asked for blocks that others have not. If it goes back
-to that epoch, a lap begins, in which members number their requests from lap * BLOCKS_IN_LAP + 1, for all epochs.
-So all ask for equally many blocks again.
+A script may give up an epoch of which some members have asked for blocks that others have not. If it goes
+back to an earlier epoch, a lap begins, in which members number their requests from lap * BLOCKS_IN_LAP + 1,
+for all epochs. So all ask for equally many blocks again.
 """
 
 from __future__ import annotations
