@@ -13,7 +13,7 @@ from atoll.core.errors import UserError
 from atoll.groups.shares import cut_run
 from atoll.hub.book import _samples_of
 from atoll.store.blocks import (
-    BLOCKS_IN_LAP,
+    BLOCKS_A_REWIND,
     MOST_BATCHES,
     MOST_BLOCKS,
     MOST_EPOCHS,
@@ -142,12 +142,12 @@ def test_few_epochs_are_kept_of_a_script_that_gives_each_up() -> None:
     assert list(again) == list(kept)  # in this order a hub that is started again drops them
 
 
-def test_in_a_lap_members_ask_for_equally_many_blocks_of_an_epoch_that_was_given_up() -> None:
+def test_members_that_go_back_ask_for_equally_many_blocks_of_an_epoch_that_was_given_up() -> None:
     blocks = Blocks(Leases())
     for block in range(1, 4):
         ask(blocks, 0, block)
     ask(blocks, 2, 1)
-    first = BLOCKS_IN_LAP + 1
+    first = BLOCKS_A_REWIND + 1
     assert parts(blocks, first) == [(36, 40), (40, 44), (44, 48)]
     assert list(blocks.epochs[KEY][0, 0].blocks) == [first]
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from atoll.core.config import LinkOptions
 from atoll.core.errors import CheckpointError
 from atoll.exchange.feedback import Feedback
-from atoll.store.blocks import BLOCKS_IN_LAP, MOST_EPOCHS
+from atoll.store.blocks import BLOCKS_A_REWIND, MOST_EPOCHS
 from atoll.train.api.pace import Pace
 from atoll.train.api.place import Place
 from atoll.train.data.leased_sampler import LeasedSampler
@@ -217,15 +217,15 @@ def test_a_member_with_fewer_samples_makes_as_many_batches_and_weighs_less() -> 
     assert hub.asked == [(5, 1), (5, 2), (5, 3)]
 
 
-def test_blocks_are_numbered_by_epoch_and_lap_and_anew_in_another_group() -> None:
+def test_blocks_are_numbered_by_epoch_and_anew_after_a_rewind_or_a_move() -> None:
     """The numbers of few epochs are kept, of those that were asked for last."""
     hub = Blocks()
     leases = Leases(hub)  # type: ignore[arg-type]
     leases.move(5)
     asked = []
-    for epoch, lap in ((0, 0), (0, 0), (1, 0), (0, 1), (0, 1), (2, 1), (1, 3)):
-        leases.lease(0, epoch, 10, 2, 0.0, None, lap)
-        asked.append(divmod(hub.asked[-1][1], BLOCKS_IN_LAP))
+    for epoch, rewinds in ((0, 0), (0, 0), (1, 0), (0, 1), (0, 1), (2, 1), (1, 3)):
+        leases.lease(0, epoch, 10, 2, 0.0, None, rewinds)
+        asked.append(divmod(hub.asked[-1][1], BLOCKS_A_REWIND))
     assert asked == [(0, 1), (0, 2), (0, 1), (1, 1), (1, 2), (1, 1), (3, 1)]
     for epoch in range(3, 2 * MOST_EPOCHS):
         leases.lease(0, epoch, 10, 2, 0.0)

@@ -4,9 +4,9 @@ Members number their requests from 1, for each epoch of a sampler. The member th
 it leased for all members that live at that time. The others get their part of it. A block is kept until each
 living member has asked for a later one, since an answer may be lost.
 
-A script may give up an epoch of which some members have asked for blocks that others have not. If it goes
-back to an earlier epoch, a lap begins, in which members number their requests from lap * BLOCKS_IN_LAP + 1,
-for all epochs. So all ask for equally many blocks again.
+A script may give up an epoch of which some members have asked for blocks that others have not. When it goes
+back to an earlier epoch for the nth time, members number their requests from n * BLOCKS_A_REWIND + 1 on, for
+all epochs. So all ask for equally many blocks again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from atoll.wire.messages import MOST_CUT, Cut, Lease, Leased
 MOST_BATCHES = 64  # in a block that is cut
 MOST_BLOCKS = 1024  # of an epoch: how far a group's fastest member may be ahead of its slowest
 MOST_EPOCHS = 256  # of a sampler: so far a group's fastest member may be ahead where epochs are short
-BLOCKS_IN_LAP = 2**26  # the numbers of an epoch's blocks in a lap (`train/data/leased_sampler.py`: Leasing)
+BLOCKS_A_REWIND = 2**26  # numbers of an epoch's blocks until the script goes back to an earlier epoch
 
 
 @dataclass

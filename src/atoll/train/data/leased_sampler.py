@@ -31,8 +31,8 @@ ByEpoch: TypeAlias = dict[int, Ranges]  # positions of epochs' whole orders
 
 class Lessor(Protocol):
     """Signature of `Leases.lease`: lease up to `count` positions of an epoch of `length` samples, within
-    `wait` seconds. With `cut`, `count` batches in these parts; then `lap` says how often the script has gone
-    back to an earlier epoch."""
+    `wait` seconds. With `cut`, `count` batches in these parts; then `rewinds` says how often the script has
+    gone back to an earlier epoch."""
 
     def __call__(
         self,
@@ -42,7 +42,7 @@ class Lessor(Protocol):
         count: int,
         wait: float,
         cut: Cut | None = None,
-        lap: int = 0,
+        rewinds: int = 0,
     ) -> Leased: ...
 
 
@@ -136,8 +136,8 @@ class LeasedSampler(Sampler[int]):
 
         A group's members decide alike, by `left` (see `end_loop`), whatever their loaders have fetched: of
         the epoch whose loop was left nothing but the rest comes if it is set again, and if another one is
-        set, the group asks for no earlier epoch any more. If the script goes back to one, a lap begins: of
-        the blocks that some members have asked for and others have not, none is asked for any more.
+        set, the group asks for no earlier epoch any more. If the script goes back to one, its members ask for
+        none of the blocks any more that only some of them have asked for.
         """
         in_batches = self._batches is not None
         if epoch == self._epoch and (not self._whole or (in_batches and left)):
@@ -150,7 +150,7 @@ class LeasedSampler(Sampler[int]):
             if in_batches:
                 self._leasing.pending.clear()
         if in_batches and epoch < self._epoch:
-            self._leasing.go_back()
+            self._leasing.rewind()
         self._begin(int(epoch))
 
     def end_loop(self, *, left: bool = False) -> None:
@@ -235,7 +235,7 @@ class LeasedSampler(Sampler[int]):
         """Drop leased positions that were not given, before a move to another group. Other workers get
         them."""
         self._leasing.clear()
-        self._leasing.lap = 0
+        self._leasing.rewinds = 0
 
     def where(self) -> Where:
         """Return this worker's place in its data, which goes to `go_to` on all members of its group."""
@@ -503,8 +503,8 @@ class Leasing:
         loads: the number of times that the sampler was loaded.
         pending: earlier epochs of which positions may come back.
         target: the epoch of the worker's group; earlier epochs end at once.
-        lap: how often the script has gone back to an earlier epoch, as a member of the worker's present
-            group. Within a lap epochs ascend, so the script begins each of them once.
+        rewinds: how often the script has gone back to an earlier epoch, in the worker's present group. In
+            between epochs ascend, so the script begins each of them once.
         closed: nothing is leased of this epoch behind what is queued.
     """
 
@@ -521,7 +521,7 @@ class Leasing:
         self._samples, self._hand, self._lease = samples, hand, lease
         self._number, self._size, self._wait, self._shares = number, size, wait, shares
         self.queue: deque[SampleRange] = deque()
-        self.loads = self.target = self.lap = 0
+        self.loads = self.target = self.rewinds = 0
         self.pending: list[int] = []
         self.closed = False
 
@@ -537,9 +537,9 @@ class Leasing:
         self.pending = sorted(pending)
         self.loads, self.target = self.loads + 1, 0
 
-    def go_back(self) -> None:
+    def rewind(self) -> None:
         """Record that the script goes back to an earlier epoch, as all members of the group do."""
-        self.lap += 1
+        self.rewinds += 1
         self.target = 0
 
     def clear(self) -> None:
@@ -612,7 +612,7 @@ class Leasing:
         if self._shares is None:
             leased = self._lease(self.key, epoch, length, self._count(given, batch), wait)
         else:
-            leased = self._lease(self.key, epoch, length, BATCHES, wait, self._shares.cut(), self.lap)
+            leased = self._lease(self.key, epoch, length, BATCHES, wait, self._shares.cut(), self.rewinds)
         if leased.stop > length:
             raise RunError(f"the hub leased samples to {leased.stop} of epoch {epoch}, which has {length}")
         return leased

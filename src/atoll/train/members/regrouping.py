@@ -19,7 +19,7 @@ from atoll.core import points
 from atoll.core.decoding import from_msgpack
 from atoll.core.errors import CheckpointError
 from atoll.exchange.link import LOG, ShardLink
-from atoll.store.blocks import BLOCKS_IN_LAP, MOST_EPOCHS
+from atoll.store.blocks import BLOCKS_A_REWIND, MOST_EPOCHS
 from atoll.train.data.leased_sampler import LeasedSampler, Where
 from atoll.train.group.rounds import Ring
 from atoll.train.members.attendance import Attendance
@@ -91,21 +91,21 @@ class Leases:
         count: int,
         wait: float,
         cut: Cut | None = None,
-        lap: int = 0,
+        rewinds: int = 0,
     ) -> Leased:
         """Lease positions of an epoch (see `HubClient.lease`).
 
         Args:
             cut: the parts in which a group's members take each of `count` batches; a worker that is in no
                 group takes such batches whole.
-            lap: how often the script has gone back to an earlier epoch. Members may have asked for unlike
-                numbers of an epoch's blocks before, so in each lap all begin at the same number.
+            rewinds: how often the script has gone back to an earlier epoch. Members may have asked for unlike
+                numbers of an epoch's blocks before, so all go on at one number then.
         """
         if not self._contributor:
             own = count if cut is None else count * sum(cut.parts.values())
             return self._hub.lease(sampler, epoch, length, own, wait)
         blocks = self._blocks.setdefault(sampler, {})
-        block = max(blocks.get(epoch, 0), lap * BLOCKS_IN_LAP) + 1
+        block = max(blocks.get(epoch, 0), rewinds * BLOCKS_A_REWIND) + 1
         leased = self._hub.lease(
             sampler, epoch, length, count, wait, contributor=self._contributor, block=block, cut=cut
         )
