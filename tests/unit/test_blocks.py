@@ -12,7 +12,15 @@ import pytest
 from atoll.core.errors import UserError
 from atoll.groups.shares import cut_run
 from atoll.hub.book import _samples_of
-from atoll.store.blocks import MOST_BATCHES, MOST_BLOCKS, Blocks, BlockState, EpochBlocks
+from atoll.store.blocks import (
+    BLOCKS_A_REWIND,
+    MOST_BATCHES,
+    MOST_BLOCKS,
+    MOST_EPOCHS,
+    Blocks,
+    BlockState,
+    EpochBlocks,
+)
 from atoll.store.leases import Leases
 from atoll.wire.messages import MOST_CUT, Cut, Lease, Leased, Used
 
@@ -114,6 +122,34 @@ def test_what_all_have_left_behind_is_forgotten_and_bounded() -> None:
     ask(blocks, 0, MOST_BLOCKS + 1, epoch=2, length=2**40)
     with pytest.raises(UserError, match="while worker 2 of its group has asked for 0: at most"):
         ask(blocks, 0, MOST_BLOCKS + 2, epoch=2, length=2**40)
+
+
+def test_few_epochs_are_kept_of_a_script_that_gives_each_up() -> None:
+    """One member has fetched ahead of the others, who are some epochs behind it too. Each still gets its
+    part; and another sampler's epochs stay."""
+    blocks, behind = Blocks(Leases()), 20
+    ask(blocks, 0, 1, sampler=1)
+    for epoch in range(2 * MOST_EPOCHS):
+        for block in (1, 2):
+            ask(blocks, 0, block, epoch=epoch)
+        for worker in MEMBERS[1:] if epoch >= behind else ():
+            found = ask(blocks, worker, 1, epoch=epoch - behind)
+            assert found.start == 4 * MEMBERS.index(worker)
+    kept = blocks.epochs[KEY]
+    assert len(kept) == MOST_EPOCHS + 1
+    assert ask(blocks, 5, 1, sampler=1).start == 8
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(kept), type=dict[tuple[int, int], EpochBlocks])
+    assert list(again) == list(kept)  # in this order a hub that is started again drops them
+
+
+def test_members_that_go_back_ask_for_equally_many_blocks_of_an_epoch_that_was_given_up() -> None:
+    blocks = Blocks(Leases())
+    for block in range(1, 4):
+        ask(blocks, 0, block)
+    ask(blocks, 2, 1)
+    first = BLOCKS_A_REWIND + 1
+    assert parts(blocks, first) == [(36, 40), (40, 44), (44, 48)]
+    assert list(blocks.epochs[KEY][0, 0].blocks) == [first]
 
 
 def test_a_fence_ends_it_and_all_of_it_is_plain_data() -> None:

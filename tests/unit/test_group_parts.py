@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from atoll.core.config import LinkOptions
 from atoll.core.errors import CheckpointError
 from atoll.exchange.feedback import Feedback
+from atoll.store.blocks import BLOCKS_A_REWIND, MOST_EPOCHS
 from atoll.train.api.pace import Pace
 from atoll.train.api.place import Place
 from atoll.train.data.leased_sampler import LeasedSampler
@@ -214,6 +215,24 @@ def test_a_member_with_fewer_samples_makes_as_many_batches_and_weighs_less() -> 
     assert weights == [(2, 2), (2, 1), (2, 1), (1, 0)]
     assert used == [(6, 8), (8, 9), (9, 10)]
     assert hub.asked == [(5, 1), (5, 2), (5, 3)]
+
+
+def test_blocks_are_numbered_by_epoch_and_anew_after_a_rewind_or_a_move() -> None:
+    """The numbers of few epochs are kept, of those that were asked for last."""
+    hub = Blocks()
+    leases = Leases(hub)  # type: ignore[arg-type]
+    leases.move(5)
+    asked = []
+    for epoch, rewinds in ((0, 0), (0, 0), (1, 0), (0, 1), (0, 1), (2, 1), (1, 3)):
+        leases.lease(0, epoch, 10, 2, 0.0, None, rewinds)
+        asked.append(divmod(hub.asked[-1][1], BLOCKS_A_REWIND))
+    assert asked == [(0, 1), (0, 2), (0, 1), (1, 1), (1, 2), (1, 1), (3, 1)]
+    for epoch in range(3, 2 * MOST_EPOCHS):
+        leases.lease(0, epoch, 10, 2, 0.0)
+    assert list(leases._blocks[0]) == list(range(MOST_EPOCHS, 2 * MOST_EPOCHS))
+    leases.move(6)
+    leases.lease(0, 0, 10, 2, 0.0)
+    assert hub.asked[-1] == (6, 1)
 
 
 def test_what_was_given_and_not_used_is_held_when_the_worker_moves() -> None:

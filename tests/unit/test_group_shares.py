@@ -29,6 +29,7 @@ from atoll.train.data.passes import Passes
 from atoll.train.data.sharereports import ShareReports
 from atoll.train.data.sources import UnevenShares
 from atoll.train.gradients.samples import SeenSamples
+from atoll.train.members.regrouping import Leases as MemberLeases
 from atoll.wire.messages import Cut, Lease, Leased, Used
 
 KEY = (7, 20)
@@ -85,7 +86,7 @@ class Crew:
 
     def __post_init__(self) -> None:
         world = len(self.each)
-        self.leases, self.number = Leases(), Counter[tuple[int, int]]()
+        self.leases = Leases()
         self.blocks, self.key, self.everything = Blocks(self.leases), KEY, list[Used]()
         self.there, self.names = list(range(world)), [3 * rank + 1 for rank in range(world)]
         self.heard = [self.workers] * world  # the number of the run's workers, as each member knows it
@@ -115,9 +116,13 @@ class Crew:
             )
             for rank in range(world)
         ]
+        hubs = [cast(Any, SimpleNamespace(lease=partial(self._lease, rank))) for rank in range(world)]
+        self.requests = [MemberLeases(hub) for hub in hubs]
+        for requests in self.requests:
+            requests.move(self.key[0])
         self.samplers = [
             LeasedSampler(
-                self.length, lease=partial(self._lease, rank), shares=self.shares[rank], wait=self.wait
+                self.length, lease=self.requests[rank].lease, shares=self.shares[rank], wait=self.wait
             )
             for rank in range(world)
         ]
@@ -151,10 +156,14 @@ class Crew:
         length: int,
         count: int,
         wait: float,
-        cut: Cut | None = None,
+        *,
+        contributor: int,
+        block: int,
+        cut: Cut | None,
     ) -> Leased:
         """Return the hub's answer. Nothing changes while this member waits for it."""
         assert cut is not None
+        assert contributor == self.key[0]
         members = [self.names[each] for each in self.there]
         for patient in (wait > 0, False):
             asked = Lease(
@@ -163,15 +172,14 @@ class Crew:
                 epoch=epoch,
                 length=length,
                 count=count,
-                contributor=self.key[0],
-                block=self.number[rank, epoch] + 1,
+                contributor=contributor,
+                block=block,
                 patient=patient,
                 cut=cut,
             )
             again = msgspec.msgpack.decode(msgspec.msgpack.encode(asked), type=Lease)
             leased = self.blocks.handle_lease(self.key, self.names[rank], members, again)
             if leased.block:
-                self.number[rank, epoch] += 1
                 break
         return leased
 
@@ -194,21 +202,27 @@ class Crew:
             ring = self.rings[survivor]
             ring.rank, ring.names = each, [self.names[other] for other in self.there]
             ring.generation += 1
+        self._meet()
 
     def move(self) -> None:
         """Those who are there become a new contributor, and the former one is fenced."""
         old, self.key = self.key, (self.key[0] + 1, self.key[1] + 1)
         members = [self.samplers[rank] for rank in self.there]
-        for sampler in members:
+        for rank, sampler in zip(self.there, members, strict=True):
             self.leases.handle_moved(old, self.key, sampler.held())
             sampler.leave_leased()
+            self.requests[rank].move(self.key[0])
+        self._meet()
+        for rank in self.there:
+            self.rings[rank].generation += 1
+        self.fence(old)
+
+    def _meet(self) -> None:
+        """The members of a ring that is new tell their places to one another."""
+        members = [self.samplers[rank] for rank in self.there]
         places = [sampler.where() for sampler in members]
         for sampler in members:
             sampler.go_to(places)
-        for rank in self.there:
-            self.rings[rank].generation += 1
-        self.number.clear()
-        self.fence(old)
 
     def fence(self, key: tuple[int, int]) -> None:
         self.blocks.handle_fenced(key)
@@ -523,11 +537,11 @@ def test_an_epoch_that_is_set_is_alike_on_members_that_fetch_unlike(same: bool) 
     assert list(map(len, found)) == ([3, 2, 0] if same else [3, 5, 5])
 
 
-@pytest.mark.parametrize("sets", ["loop", "ended"])
+@pytest.mark.parametrize("sets", ["loop", "ended", "again"])
 @pytest.mark.parametrize("seed", range(40))
 def test_members_whose_scripts_set_epochs_make_equally_many_batches(seed: int, sets: str) -> None:
     """Whatever they have fetched, and whoever else dies. An epoch is the number of a loop (`loop`), or of
-    loops that have come to their end (`ended`)."""
+    loops that have come to their end (`ended`), or any of the first three (`again`)."""
     chance = random.Random(seed)
     crew = Crew(
         chance.randint(20, 120),
@@ -538,9 +552,11 @@ def test_members_whose_scripts_set_epochs_make_equally_many_batches(seed: int, s
     )
     ahead, others, epoch = [chance.randint(0, 4) for _ in crew.each], Others(crew, 0.4), 0
     for loop in range(20):
+        if sets == "again":
+            epoch = chance.randint(0, 2)
         for batches in crew.batches:
             batches.set_epoch(loop if sets == "loop" else epoch)
-        stop = chance.choice([1, 2, 3, 5, 1000])
+        stop = chance.choice([0, 1, 2, 3, 5, 1000])
         loops = [islice(crew.loader(rank, fetches), stop) for rank, fetches in enumerate(ahead)]
         steps = 0
         for each in zip(*loops, strict=True):
@@ -548,6 +564,38 @@ def test_members_whose_scripts_set_epochs_make_equally_many_batches(seed: int, s
             others.turn(chance)
             steps += 1
         epoch += sets == "ended" and steps < stop
+
+
+@pytest.mark.parametrize("by_speed", [True, False])
+def test_an_epoch_that_was_given_up_and_is_set_again_is_as_long_for_all_members(by_speed: bool) -> None:
+    """One member has fetched six batches more than the other one. What it was given and did not use is lost
+    to the epoch."""
+    crew = Crew(320, 32, [0.01, 0.04], by_speed=by_speed)
+    found = []
+    for epoch, stop in ((0, 2), (1, 2), (0, 99), (1, 99), (0, 99)):
+        for batches in crew.batches:
+            batches.set_epoch(epoch)
+        loops = [islice(crew.loader(rank, 6 * rank), stop) for rank in range(2)]
+        found.append(len([crew.step(list(each)) for each in zip(*loops, strict=True)]))
+    assert found == [2, 2, 12, 12, 0]
+    assert all(count == 1 for used in crew.used.values() for count in used.values())
+
+
+def test_members_that_have_gone_back_to_an_epoch_unlike_often_are_alike_in_a_new_group() -> None:
+    """Each was alone before. The first loop of the group begins with what was left of the latest epochs. Then
+    the group goes back to an epoch before the one in which it was formed."""
+    crew = Crew(320, 32, [0.01, 0.04], by_speed=False)
+    for epoch in (9, 1, 2, 1, 9):
+        crew.batches[1].set_epoch(epoch)
+    found = []
+    for epoch, stop in ((9, 2), (0, 99), (9, 99)):
+        for batches in crew.batches:
+            batches.set_epoch(epoch)
+        if not found:
+            crew.move()
+        loops = [islice(crew.loader(rank, 6 * rank), stop) for rank in range(2)]
+        found.append(len([crew.step(list(each)) for each in zip(*loops, strict=True)]))
+    assert found == [2, 20, 20]
 
 
 @pytest.mark.parametrize("ahead", [0, 3])
@@ -653,6 +701,39 @@ def test_each_sample_counts_once_whoever_dies_and_whatever_loops_are_left(seed: 
         others.take()
     for epoch in range(epochs):
         assert crew.used[epoch] == Counter(range(crew.length)), epoch
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_members_are_offset_after_a_loss_or_a_move_by_what_they_had_in_hand(seed: int) -> None:
+    """The loop in which it happens, or the next one, is of unlike length for them, and no later one. A member
+    whose loop has ended is in its next one, so no iteration waits for a batch that nobody makes."""
+    chance = random.Random(seed)
+    crew = Crew(chance.randint(40, 99), chance.randint(9, 31), [0.01, 0.04, 0.02], by_speed=seed % 2 == 0)
+    ahead, ends = [chance.randint(0, 4) for _ in crew.each], list[list[int]]([[], [], []])
+    loses, iteration = chance.randint(1, 12), 0
+    moves, gone = loses + chance.randint(0, 3), chance.choice([None, 0, 1, 2])
+
+    def script(rank: int) -> Iterator[list[int]]:
+        while True:
+            yield from crew.loader(rank, ahead[rank])
+            ends[rank].append(iteration)
+
+    scripts, first, last = [script(rank) for rank in range(3)], 0, 0
+    for iteration in range(60):
+        if iteration == loses and gone is not None:
+            first = min(map(len, ends))
+            crew.lose(gone)
+        if iteration == moves:
+            last = max(map(len, ends))
+            crew.move()
+        crew.step([next(scripts[rank]) for rank in crew.there])
+    for rank in crew.there[1:]:
+        offsets = [own - other for own, other in zip(ends[rank], ends[crew.there[0]], strict=False)]
+        assert len(offsets) > last + 2
+        assert not any(offsets[:first])
+        assert len(set(offsets[last + 1 :])) == 1, offsets
+        assert abs(offsets[-1]) <= max(ahead), offsets
+    assert all(count == 1 for used in crew.used.values() for count in used.values())
 
 
 def test_a_member_without_a_sample_has_a_fill_that_counts_nothing() -> None:

@@ -3,6 +3,10 @@
 Members number their requests from 1, for each epoch of a sampler. The member that first asks for a block has
 it leased for all members that live at that time. The others get their part of it. A block is kept until each
 living member has asked for a later one, since an answer may be lost.
+
+A script may give up an epoch of which some members have asked for blocks that others have not. When it goes
+back to an earlier epoch for the nth time, members number their requests from n * BLOCKS_A_REWIND + 1 on, for
+all epochs. So all ask for equally many blocks again.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ from atoll.wire.messages import MOST_CUT, Cut, Lease, Leased
 
 MOST_BATCHES = 64  # in a block that is cut
 MOST_BLOCKS = 1024  # of an epoch: how far a group's fastest member may be ahead of its slowest
+MOST_EPOCHS = 256  # of a sampler: so far a group's fastest member may be ahead where epochs are short
+BLOCKS_A_REWIND = 2**26  # numbers of an epoch's blocks until the script goes back to an earlier epoch
 
 
 @dataclass
@@ -103,6 +109,7 @@ class Blocks:
             self.changes += 1
             epoch.asked[worker], epoch.blocks[lease.block] = lease.block, block
             epochs = self.epochs.setdefault(key, {})
+            epochs.pop((lease.sampler, lease.epoch), None)  # the epoch that is asked for last stands last
             epochs[lease.sampler, lease.epoch] = epoch
             _forget(epochs, lease, members)
         return _part(lease, block, worker)
@@ -147,7 +154,8 @@ def _flaw(cut: Cut, worker: int) -> str:
 
 
 def _forget(epochs: dict[tuple[int, int], EpochBlocks], lease: Lease, members: Sequence[int]) -> None:
-    """Drop the blocks that all members have passed."""
+    """Drop the blocks that all members have passed, and the epochs that were asked for the longest time ago
+    where there are too many: of those that a script gives up no member asks for the rest."""
     epoch = epochs[lease.sampler, lease.epoch]
     least = min(epoch.asked.get(member, 0) for member in members)
     for number in [number for number in epoch.blocks if number < least]:
@@ -156,6 +164,9 @@ def _forget(epochs: dict[tuple[int, int], EpochBlocks], lease: Lease, members: S
         behind = sampler == lease.sampler and earlier < lease.epoch and least  # all are in this epoch
         if behind and all(old.asked.get(member, 0) >= max(old.blocks) for member in members):
             del epochs[sampler, earlier]
+    kept = [earlier for sampler, earlier in epochs if sampler == lease.sampler]
+    for earlier in kept[:-MOST_EPOCHS]:
+        del epochs[lease.sampler, earlier]
 
 
 def _part(lease: Lease, block: BlockState, worker: int) -> Leased:

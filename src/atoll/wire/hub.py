@@ -132,9 +132,10 @@ class Lease(Message, frozen=True):
     `sampler` numbers the worker's samplers. Answered by Leased. `number` counts this worker's requests, from
     1: one sent twice is answered twice and counted once; 0 counts for itself.
 
-    In a group of several, `contributor` is the group, and `block` counts what its members have asked of this
-    sampler and epoch, from 1: each member asks for each block, and is given its part. `count` is for one
-    member. Who is not `patient` and finds nothing free does not ask again: then none of the members does.
+    In a group of several, `contributor` is the group, and `block` numbers what its members ask of this
+    sampler and epoch (`store/blocks.py`): each member asks for each block, and is given its part. `count` is
+    for one member. Who is not `patient` and finds nothing free does not ask again: then none of the members
+    does.
 
     With `cut`, members take these parts of the block's batches, and `count` is the number of batches. The
     member that asks first decides for all.

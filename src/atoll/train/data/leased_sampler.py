@@ -31,10 +31,18 @@ ByEpoch: TypeAlias = dict[int, Ranges]  # positions of epochs' whole orders
 
 class Lessor(Protocol):
     """Signature of `Leases.lease`: lease up to `count` positions of an epoch of `length` samples, within
-    `wait` seconds. With `cut`, `count` batches in these parts."""
+    `wait` seconds. With `cut`, `count` batches in these parts; then `rewinds` says how often the script has
+    gone back to an earlier epoch."""
 
     def __call__(
-        self, sampler: int, epoch: int, length: int, count: int, wait: float, cut: Cut | None = None
+        self,
+        sampler: int,
+        epoch: int,
+        length: int,
+        count: int,
+        wait: float,
+        cut: Cut | None = None,
+        rewinds: int = 0,
     ) -> Leased: ...
 
 
@@ -128,7 +136,8 @@ class LeasedSampler(Sampler[int]):
 
         A group's members decide alike, by `left` (see `end_loop`), whatever their loaders have fetched: of
         the epoch whose loop was left nothing but the rest comes if it is set again, and if another one is
-        set, the group asks for no earlier epoch any more.
+        set, the group asks for no earlier epoch any more. If the script goes back to one, its members ask for
+        none of the blocks any more that only some of them have asked for.
         """
         in_batches = self._batches is not None
         if epoch == self._epoch and (not self._whole or (in_batches and left)):
@@ -137,9 +146,11 @@ class LeasedSampler(Sampler[int]):
         self.end_loop(left=left)
         if not self._whole:
             # The script abandons the epoch, so its leases are of no use.
-            self.leave_leased()
+            self._leasing.clear()
             if in_batches:
                 self._leasing.pending.clear()
+        if in_batches and epoch < self._epoch:
+            self._leasing.rewind()
         self._begin(int(epoch))
 
     def end_loop(self, *, left: bool = False) -> None:
@@ -221,8 +232,10 @@ class LeasedSampler(Sampler[int]):
         return self._named(joined([*self._hand.seen, *(run for run in self._hand.runs if run[0] >= 0)]))
 
     def leave_leased(self) -> None:
-        """Drop leased positions that were not given. Other workers get them."""
+        """Drop leased positions that were not given, before a move to another group. Other workers get
+        them."""
         self._leasing.clear()
+        self._leasing.rewinds = 0
 
     def where(self) -> Where:
         """Return this worker's place in its data, which goes to `go_to` on all members of its group."""
@@ -490,6 +503,8 @@ class Leasing:
         loads: the number of times that the sampler was loaded.
         pending: earlier epochs of which positions may come back.
         target: the epoch of the worker's group; earlier epochs end at once.
+        rewinds: how often the script has gone back to an earlier epoch, in the worker's present group. In
+            between epochs ascend, so the script begins each of them once.
         closed: nothing is leased of this epoch behind what is queued.
     """
 
@@ -506,7 +521,7 @@ class Leasing:
         self._samples, self._hand, self._lease = samples, hand, lease
         self._number, self._size, self._wait, self._shares = number, size, wait, shares
         self.queue: deque[SampleRange] = deque()
-        self.loads = self.target = 0
+        self.loads = self.target = self.rewinds = 0
         self.pending: list[int] = []
         self.closed = False
 
@@ -521,6 +536,11 @@ class Leasing:
         self.clear()
         self.pending = sorted(pending)
         self.loads, self.target = self.loads + 1, 0
+
+    def rewind(self) -> None:
+        """Record that the script goes back to an earlier epoch, as all members of the group do."""
+        self.rewinds += 1
+        self.target = 0
 
     def clear(self) -> None:
         """Forget leased positions."""
@@ -592,7 +612,7 @@ class Leasing:
         if self._shares is None:
             leased = self._lease(self.key, epoch, length, self._count(given, batch), wait)
         else:
-            leased = self._lease(self.key, epoch, length, BATCHES, wait, self._shares.cut())
+            leased = self._lease(self.key, epoch, length, BATCHES, wait, self._shares.cut(), self.rewinds)
         if leased.stop > length:
             raise RunError(f"the hub leased samples to {leased.stop} of epoch {epoch}, which has {length}")
         return leased

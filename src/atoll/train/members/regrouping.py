@@ -19,6 +19,7 @@ from atoll.core import points
 from atoll.core.decoding import from_msgpack
 from atoll.core.errors import CheckpointError
 from atoll.exchange.link import LOG, ShardLink
+from atoll.store.blocks import BLOCKS_A_REWIND, MOST_EPOCHS
 from atoll.train.data.leased_sampler import LeasedSampler, Where
 from atoll.train.group.rounds import Ring
 from atoll.train.members.attendance import Attendance
@@ -80,22 +81,39 @@ class Leases:
     def __init__(self, hub: HubClient) -> None:
         self._hub = hub
         self._contributor = 0  # the worker's group; 0: the worker leases for itself
-        self._blocks: dict[tuple[int, int], int] = {}  # (sampler, epoch) -> number of the last block
+        self._blocks: dict[int, dict[int, int]] = {}  # by sampler: epoch -> number of the last block
 
     def lease(
-        self, sampler: int, epoch: int, length: int, count: int, wait: float, cut: Cut | None = None
+        self,
+        sampler: int,
+        epoch: int,
+        length: int,
+        count: int,
+        wait: float,
+        cut: Cut | None = None,
+        rewinds: int = 0,
     ) -> Leased:
-        """Lease positions of an epoch (see `HubClient.lease`). `cut`: the parts in which a group's members
-        take each of `count` batches; a worker that is in no group takes such batches whole."""
+        """Lease positions of an epoch (see `HubClient.lease`).
+
+        Args:
+            cut: the parts in which a group's members take each of `count` batches; a worker that is in no
+                group takes such batches whole.
+            rewinds: how often the script has gone back to an earlier epoch. Members may have asked for unlike
+                numbers of an epoch's blocks before, so all go on at one number then.
+        """
         if not self._contributor:
             own = count if cut is None else count * sum(cut.parts.values())
             return self._hub.lease(sampler, epoch, length, own, wait)
-        block = self._blocks.get((sampler, epoch), 0) + 1
+        blocks = self._blocks.setdefault(sampler, {})
+        block = max(blocks.get(epoch, 0), rewinds * BLOCKS_A_REWIND) + 1
         leased = self._hub.lease(
             sampler, epoch, length, count, wait, contributor=self._contributor, block=block, cut=cut
         )
         if leased.block:
-            self._blocks[sampler, epoch] = block
+            blocks.pop(epoch, None)  # the epochs stand in the order in which they were asked for last
+            blocks[epoch] = block
+            if len(blocks) > MOST_EPOCHS:
+                del blocks[next(iter(blocks))]
         return leased
 
     def move(self, contributor: int) -> None:
