@@ -50,6 +50,7 @@ $(RIVALS)/.ready: tests/rivals.txt constraints.txt $(READY)
 	$(RIVALS)/bin/python -m pip install --quiet --constraint constraints.txt torch numpy setuptools wheel
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(RIVALS)/bin/python -m pip install --quiet --no-build-isolation \
 		--constraint constraints.txt --requirement tests/rivals.txt --editable '.[test]'
+	rm -rf $(RIVALS)/extensions  # a build that was stopped leaves a lock, for which the next one would wait without end
 	PATH=$(CURDIR)/$(RIVALS)/bin:$$PATH DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/$(RIVALS)/extensions \
 		$(RIVALS)/bin/python tests/support/deepspeed_ops.py
 	@touch $(RIVALS)/.ready

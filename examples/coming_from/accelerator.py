@@ -1,4 +1,5 @@
-"""Trains with Accelerate: accelerate launch --cpu --num_processes 2 examples/coming_from/accelerator.py"""
+"""Trains with Accelerate:
+ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 examples/coming_from/accelerator.py"""
 
 import torch
 from accelerate import Accelerator

@@ -15,6 +15,7 @@ with atoll.join() as session:
     loader = DataLoader(data, batch_size=4, sampler=session.sampler(data, seed=0))
     for epoch in range(3):
         for number, (inputs, labels) in enumerate(loader):
+            inputs, labels = inputs.to(session.device), labels.to(session.device)
             loss = nn.functional.cross_entropy(model(inputs), labels)
             if number % 2 == 0:
                 with session.no_sync():

@@ -16,6 +16,7 @@ with atoll.join() as session:
     loader = DataLoader(data, batch_size=8, sampler=session.sampler(data, seed=0))
     for epoch in range(3):
         for inputs, labels in loader:
+            inputs, labels = inputs.to(session.device), labels.to(session.device)
             loss = nn.functional.cross_entropy(model(inputs), labels)
             loss.backward()
             session.clip_grad_norm_(1.0)

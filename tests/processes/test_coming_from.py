@@ -32,6 +32,15 @@ def losses_of(launcher: list[str], script: str, folder: Path, **variables: str) 
     return [float(loss) for loss in re.findall(r"epoch \d: loss ([0-9.]+)", done.stdout)]
 
 
+def in_order(script: str, shuffled: str, folder: Path) -> str:
+    """Write a script whose data come in order into the folder; return its path."""
+    text = (FOLDER / script).read_text(encoding="utf-8")
+    assert text.count(shuffled) == 1
+    path = folder / script
+    path.write_text(text.replace(shuffled, "shuffle=False"), encoding="utf-8")
+    return str(path)
+
+
 @pytest.mark.parametrize(
     ("before", "after", "options"), [("ddp.py", "from_ddp.py", []), ("fsdp.py", "from_fsdp.py", BUDGET)]
 )
@@ -48,6 +57,17 @@ def test_both_scripts_of_a_page_print_the_same_losses(
 )
 def test_the_script_for_accelerate_trains(tmp_path: Path) -> None:
     assert len(losses_of(TORCHRUN, "accelerator.py", tmp_path, ACCELERATE_USE_CPU="true")) == 3
+
+
+@pytest.mark.skipif(
+    find_spec("accelerate") is None, reason="Accelerate is installed by `make scripts-rivals`"
+)
+def test_without_shuffling_the_scripts_for_accelerate_print_the_same_losses(tmp_path: Path) -> None:
+    before = in_order("accelerator.py", "shuffle=True", tmp_path)
+    after = in_order("from_ddp.py", "seed=0", tmp_path)
+    expected = losses_of(TORCHRUN, before, tmp_path, ACCELERATE_USE_CPU="true")
+    assert len(expected) == 3
+    assert losses_of(ATOLL_RUN, after, tmp_path) == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is installed by `make scripts-rivals`")

@@ -418,7 +418,7 @@ class Record(msgspec.Struct):
         return "\n".join(self._lines()) + "\n"
 
     def _lines(self) -> Iterator[str]:
-        yield from _HEADING.splitlines()
+        yield from _HEADING.replace("SHARE", f"{100 * SHARES['DeepSpeed ZeRO-3']:.0f}").splitlines()
         yield ""
         others = "".join(f"; {name}: {PACKAGES[name]} {found}" for name, found in self.rivals.items())
         yield f"Found with torch {self.torch}{others}."
@@ -522,7 +522,7 @@ Scripts run under other libraries as their users would write them: the model is 
 DistributedDataParallel, by `fully_shard`, by `accelerator.prepare` or by `deepspeed.initialize`, and the
 optimizer steps what that gives back. An error that the library itself raises on purpose counts as refused;
 where its line asks for `find_unused_parameters` or `static_graph`, the script runs again with that.
-ZeRO steps a float32 copy of the parameters: there the end may be off by 2 % of plain torch's way.
+ZeRO steps a float32 copy of the parameters: there the end may be off by SHARE % of plain torch's way.
 Everything here runs on CPUs, with Gloo."""
 
 

@@ -24,6 +24,14 @@ def test_a_page_shows_its_scripts(rival: str) -> None:
     assert re.findall(r"```python\n(.*?)```", page, re.DOTALL) == texts
 
 
+@pytest.mark.parametrize("script", sorted({after for _, after in SCRIPTS.values()}))
+def test_a_script_after_brings_its_batches_to_the_session_s_device(script: str) -> None:
+    """`session.prepare` moves the model there: on a machine with GPUs a batch on the CPU would raise."""
+    text = (ROOT / "examples" / "coming_from" / f"{script}.py").read_text(encoding="utf-8")
+    loop = text[text.index("for epoch in") : text.index("model(inputs)")]
+    assert "inputs, labels = inputs.to(session.device), labels.to(session.device)" in loop
+
+
 def test_every_page_s_command_names_a_script_that_is_there() -> None:
     for rival in SCRIPTS:
         page = (ROOT / "docs" / "how-to" / f"from-{rival}.md").read_text(encoding="utf-8")
