@@ -6,6 +6,8 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -149,3 +151,37 @@ def test_values_written_on_one_worker_alone_are_a_line(pool: WorkerPool) -> None
     line = "they have written different values into parameters, or one of them has written none: write equal"
     with pytest.raises(JobFailedError, match=re.escape(line)):
         run_at(pool, "server", unlike, world=WORLD)
+
+
+def draws(session: atoll.Session, then: str, where: str, folder: Path) -> tuple[list[str], list[Tensor]]:
+    """Draw a layer's values anew after `prepare`, do `then`, and come to the call `where`; return the lines
+    told and the values."""
+    net, said = model(), list[str]()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    session.prepare(net, optimizer)
+    session._records.warn = said.append  # type: ignore[method-assign]
+    torch.manual_seed(0 if then == "alike" else session.rank)
+    layer = next(each for each in net.modules() if isinstance(each, nn.Linear))
+    layer.reset_parameters()
+    if then == "prepares":
+        session.prepare(net, optimizer)
+    calls = {"barrier": session.barrier, "save": partial(session.save, folder), "end": session.close}
+    calls[where]()
+    return said, [parameter.detach().clone() for parameter in net.parameters()]
+
+
+@pytest.mark.parametrize("where", ["barrier", "save", "end"])
+@pytest.mark.parametrize("kind", ["ring", "hierarchical"])
+def test_copies_that_differ_are_told_once(pool: WorkerPool, kind: str, where: str, tmp_path: Path) -> None:
+    line = "the workers hold different values of parameter '[^']+' and 1 more: after session.prepare the"
+    (first, _), (second, _) = run_at(pool, kind, draws, "goes on", where, tmp_path / "saved", world=WORLD)
+    assert len(first) == 1
+    assert re.match(line, first[0])
+    assert not second
+
+
+@pytest.mark.parametrize("then", ["alike", "prepares"])
+def test_equal_copies_are_no_line(pool: WorkerPool, then: str, tmp_path: Path) -> None:
+    (said, values), (also_said, others) = run_at(pool, "ring", draws, then, "barrier", tmp_path, world=WORLD)
+    assert not said + also_said
+    check_equal(values, others)

@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -225,6 +226,25 @@ def test_waiting_for_others_at_the_end_of_an_epoch() -> None:
     assert len(train(office, 0, sampler, 4)) == 8
     assert 7.0 in waits
     assert office.used[0] == Counter(range(8))
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_an_evaluation_does_not_wait_for_others(context: Callable[[], Any]) -> None:
+    """Without gradients nobody commits: another worker holds its positions however long this one waits."""
+    office = Office()
+    next(iter(office.sampler(1, 8, lease_size=4)))
+    waits: list[float] = []
+    plain = office.lessor(0)
+
+    def lease(sampler: int, epoch: int, length: int, count: int, wait: float) -> Leased:
+        waits.append(wait)
+        return plain(sampler, epoch, length, count, 0.0)  # type: ignore[no-any-return]
+
+    sampler = LeasedSampler(8, lease=lease, lease_size=4, wait=7.0)
+    with context():
+        assert len(list(sampler)) == 4
+    assert waits
+    assert not any(waits)
 
 
 def test_without_waiting_what_comes_back_is_dealt_in_the_next_epoch() -> None:

@@ -389,22 +389,22 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
     "prepared-again": (
         Choices({"sync": "peers", "again": True, "run.strategy": "peers"}),
         "strategy 'peers' takes a model as it is when session.prepare first sees it, and not once more",
-        "in another session, or set run.strategy to ring, hierarchical, server or ps-hra",
+        "in another run, or set run.strategy to ring, hierarchical, server or ps-hra",
     ),
     "prepared-again-sites": (
         Choices({**AGAIN, "site": "paris"}),
         "a site's shard takes a model as it is when session.prepare first sees it",
-        "prepare the changed model in another session, or leave out run.sites",
+        "prepare the changed model in another run, or leave out run.sites",
     ),
     "prepared-again-lossy": (
         Choices({**AGAIN, "link.lossy": True}),
         "what the link has held back of gradients does not fit a changed model",
-        "prepare the changed model in another session, or set link.transport to tcp",
+        "prepare the changed model in another run, or set link.transport to tcp",
     ),
     "prepared-again-codec": (
         Choices({**AGAIN, "sync.codec": "bfloat16"}),
         "what sync.codec has held back of gradients does not fit a changed model",
-        "prepare the changed model in another session, or set sync.codec to float32",
+        "prepare the changed model in another run, or set sync.codec to float32",
     ),
     "over-alone": (
         Choices({**OVER, "fit": "alone"}),

@@ -474,7 +474,7 @@ def _of_models() -> Iterator[Need]:
             f"{why}: {way_out}, or {instead}",
             PrepareError,
         )
-    before = "make the change before session.prepare, or prepare the changed model in another session"
+    before = "make the change before session.prepare, or prepare the changed model in another run"
     yield Need(
         "prepared-again",
         prepare,

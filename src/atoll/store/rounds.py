@@ -139,7 +139,8 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
     def _unlike(self, first: int, said: messages.Step, worker: int, step: messages.Step) -> tuple[str, str]:
         """Return, in words, how `worker` would step otherwise than `first` has said: why `worker` is refused,
         or the line that tells all of different settings. Both are empty for equal steps."""
-        difference = _difference(said, step, writes=self._settled.issuperset((first, worker)))
+        writes = self._settled.issuperset((first, worker))
+        difference = _difference(f"worker {worker}", step, f"worker {first}", said, writes=writes)
         found = _unlike_settings(said, step)
         if found is not None and (found.key == GRADIENT_SCALE or not difference):
             if worker < first:
@@ -383,27 +384,46 @@ def _unlike_settings(first: messages.Step, second: messages.Step) -> Difference 
     return first_difference(first.hyperparameters, second.hyperparameters)
 
 
-def _difference(first: messages.Step, second: messages.Step, *, writes: bool) -> str:
-    """Return, in words, a difference between two steps besides hyperparameters; empty for none.
+def _difference(one: str, step: messages.Step, other: str, said: messages.Step, *, writes: bool) -> str:
+    """Return, in words, how `one`'s step differs from the one that `other` has said, besides hyperparameters;
+    empty if it does not.
 
     With `writes`, what the scripts have written into parameters is compared too.
     """
-    for name in ("accepted", "scale", "optimizer", "stays"):
-        one, other = getattr(first, name), getattr(second, name)
-        if not _same(one, other):
-            return f"{name} is {other} and {one}"
-    if first.edits != second.edits and sorted(first.edited) == sorted(second.edited):
+    if step.accepted != said.accepted:
+        steps, leaves = (one, other) if step.accepted else (other, one)
+        return (
+            f"{steps} makes the step, and {leaves} leaves it out (a backward comes before its "
+            "optimizer.step(), or its GradScaler skips the step): give every worker equally many backwards "
+            "before each step, or put all but the last one into session.no_sync()"
+        )
+    if not _same(step.scale, said.scale):
+        return (
+            f"{one} multiplies the gradients by {step.scale:g}, and {other} by {said.scale:g}: clip by "
+            "session.clip_grad_norm_ with equal arguments on every worker"
+        )
+    if step.optimizer != said.optimizer:
+        return (
+            f"{one} makes the step of optimizer {step.optimizer} of session.prepare's list, and {other} of "
+            f"optimizer {said.optimizer}: call them in one order on every worker"
+        )
+    if step.stays != said.stays:
+        return "the optimizers that follow with the same gradients differ: step the same ones on every worker"
+    if step.edits != said.edits and sorted(step.edited) == sorted(said.edited):
         return (
             "they have made different gradients of the same mean (clipping, other changes of p.grad, or "
             "GradScalers of different scales: call session.register(scaler=scaler))"
         )
-    if writes and (first.writes, sorted(first.written)) != (second.writes, sorted(second.written)):
+    if writes and (step.writes, sorted(step.written)) != (said.writes, sorted(said.written)):
         return (
             "they have written different values into parameters, or one of them has written none: write "
             "equal values on every worker, between the same two steps"
         )
-    if sorted(first.edited) != sorted(second.edited):
-        return f"edited chunks are {sorted(second.edited)} and {sorted(first.edited)}"
+    if sorted(step.edited) != sorted(said.edited):
+        return (
+            "their scripts have changed the gradients (p.grad) of different parameters: change the same ones "
+            "on every worker"
+        )
     return ""
 
 

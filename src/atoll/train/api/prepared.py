@@ -265,6 +265,7 @@ class Prepared:
                     edited=self._tell_of_edits,
                     left=self._left,
                     counts_unlike=partial(tells.warn_together, "weights"),
+                    copies_differ=partial(tells.warn_together, "copies"),
                     epoch=self._batches.epoch,
                     epochs_mixed=epochs_mixed,
                     unscaled=lambda: scale_of(optimizers[0]),

@@ -588,7 +588,9 @@ class Leasing:
                 self.pending.remove(earlier)
         leased = self._ask(epoch, given, batch)
         # Two workers may wait for each other's positions: then the hub answers both that the epoch is over.
-        if self._wait > 0 and not leased.over and leased.start >= leased.stop and not leased.length:
+        # In an evaluation nobody commits: positions that others hold stay theirs however long this one waits.
+        waits = self._wait > 0 and torch.is_grad_enabled()
+        if waits and not leased.over and leased.start >= leased.stop and not leased.length:
             leased = self._ask(epoch, given, batch, self._wait)
         if self._take(leased):
             return True

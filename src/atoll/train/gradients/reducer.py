@@ -88,6 +88,8 @@ class Calls:
             that it has not stepped.
         reduce: called with the reducer before a step whose gradients no backward has reduced.
         counts_unlike: called with a warning if workers count alike in a mean that their counts would change.
+        copies_differ: called with a warning if workers hold different values of parameters that each of them
+            steps.
         epoch: returns the epoch of the batch on which this worker trains.
         epochs_mixed: called with a warning if workers train batches of different epochs together.
         unscaled: returns the factor by which a GradScaler divides the gradients of the step under way; 1
@@ -110,6 +112,7 @@ class Calls:
     left: Callable[[], Sequence[bool]] = lambda: (True,)
     reduce: Callable[[Reducer], None] = lambda reducer: reducer.reduce()
     counts_unlike: Callable[[str], None] = lambda _line: None
+    copies_differ: Callable[[str], None] = lambda _line: None
     epoch: Callable[[], Epoch] = lambda: UNKNOWN
     epochs_mixed: Callable[[str], None] = lambda _line: None
     unscaled: Callable[[], float] = lambda: 1.0

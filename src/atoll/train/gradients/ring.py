@@ -25,8 +25,9 @@ from atoll.tensors.binding import BoundChunk
 from atoll.tensors.settings import Settings
 from atoll.tensors.sparse import LEAST
 from atoll.train.gradients.agreement import Agreement, Ballot
-from atoll.train.gradients.alike import Treatments, are_alike
+from atoll.train.gradients.alike import SAID, Treatments, are_alike
 from atoll.train.gradients.buckets import Buckets
+from atoll.train.gradients.copies import Copies
 from atoll.train.gradients.messages import Bucket, BucketChunk, Rows, Tail, lay_messages
 from atoll.train.gradients.reducer import Calls, Reducer
 from atoll.train.gradients.samples import ContributionWeight
@@ -176,6 +177,7 @@ class RingSum(GroupSum):
         # Edits of the mean are compared only if it is stepped here:
         self._treatments = Treatments(settings, self._parameters if steps_here else ())
         self._ballot = Ballot(ring, owner, calls, self._treatments)
+        self._copies = Copies(self._chunks)
         self.carrier = carry(self, owner, chunks, self._accumulators)
         self.gradients = self.carrier.gradients
 
@@ -360,9 +362,13 @@ class RingSum(GroupSum):
         ring = self.ring
         if not self.shows_mean or ring.outside or ring.world == 1:
             return
-        if not are_alike(ring.sum(self._treatments.said(), what)):
+        said = self._copies.said()
+        summed = ring.sum([*self._treatments.said(), *said], what)
+        if not are_alike(summed[:SAID]):
             ring.round(what, lambda: self._ballot.refuse_unlike(what))
         self._treatments.latest = None
+        if line := self._copies.line(said, summed[SAID:], ring.world):
+            self._calls.copies_differ(line)
 
     # -- state for checkpoints and for newcomers -----------------------------------------------------------
 
