@@ -364,7 +364,8 @@ def test_workers_that_step_other_optimizers_are_told() -> None:
     for worker in (0, 1):
         contribute(log, worker, worker + 1, 0)
     log.handle_step(0, say(1, 0, optimizer=1, stays=True))
-    assert "optimizer is 0 and 1" in log.handle_step(1, say(2, 0, stays=True)).refused
+    line = "worker 1 makes the step of optimizer 0 of session.prepare's list, and worker 0 of optimizer 1"
+    assert line in log.handle_step(1, say(2, 0, stays=True)).refused
     log.handle_step(1, say(2, 0, optimizer=1, stays=True))
     log.handle_step(0, say(1, 1))
     refused = log.handle_commit(1, commit(2, 1)).refused
