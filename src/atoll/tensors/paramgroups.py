@@ -50,7 +50,7 @@ class ParamGroups:
         if len(hyperparameters) != len(self.settings):
             raise UserError(
                 f"the optimizer has {len(hyperparameters)} param groups, and the run began with "
-                f"{len(self.settings)}; add param groups before session.prepare"
+                f"{len(self.settings)}; call session.prepare once more after add_param_group"
             )
         for index, group in enumerate(hyperparameters):
             if group != self._given[index]:
