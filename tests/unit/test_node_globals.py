@@ -241,7 +241,7 @@ def test_what_comes_from_outside_is_checked() -> None:
         ({"gradients": wide}, f"chunk {chunk} is not"),
         ({"gradients": fewer}, "not of the"),
         ({"present": {**good.present, chunk: b"\1" * 99}}, f"chunk {chunk} has"),
-        ({"hyperparameters": good.hyperparameters[:1]}, "hyperparameters of 1 param groups"),
+        ({"hyperparameters": good.hyperparameters[:1]}, "the optimizer has 1 param groups"),
         ({"hyperparameters": [{**g, "lr": "much"} for g in good.hyperparameters]}, "'lr' was"),
     ):
         with pytest.raises(UserError, match=line):
