@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from atoll.cli.commands import command
 from atoll.core.config import load_config
 from atoll.core.errors import UserError
+from atoll.core.heap import keep_freed_memory
 from atoll.core.sharing import files_for
 from atoll.hub.options import HubOptions
 from atoll.server.options import ServerOptions
@@ -53,6 +54,7 @@ def server(options: ServerOptions) -> None:
     """
     shard, site = options.shard, options.site
     _check(options)
+    keep_freed_memory(messages=True)  # before ZeroMQ and torch start threads, which get heaps of their own
     if options.config:
         from atoll.axes.needs import check_configuration
 

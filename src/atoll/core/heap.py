@@ -35,7 +35,8 @@ def keep_freed_memory(
 
     Args:
         messages: chunks come as messages, which a thread of ZeroMQ allocates. All threads then share one
-            heap, since glibc keeps at most 64 MB of a thread's own heap. Call before the first socket opens.
+            heap, since glibc keeps at most 64 MB of a thread's own heap. Call before any other thread
+            starts, so before torch is imported: a thread keeps the heap that it has.
         budget: bytes that the process should hardly exceed. A heap loses a few times the size of its largest
             tensors in holes, so tensors over a 64th of the budget come from the system one by one, at the
             price of page faults.

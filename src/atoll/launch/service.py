@@ -25,6 +25,7 @@ from atoll.core.awaited import show_stack_on_signal
 from atoll.core.config import SOCKETS_VARIABLE
 from atoll.core.errors import AtollError
 from atoll.core.events import NO_WORKER, Ended
+from atoll.core.heap import keep_freed_memory
 from atoll.core.options import from_argument
 from atoll.core.runclock import record_time
 from atoll.core.texts import one_line, shortened
@@ -92,6 +93,7 @@ def _hub(options: HubOptions, score_for: ScoreFor | None) -> None:
 
 
 def _shard(options: ServerOptions) -> None:
+    keep_freed_memory(messages=True)  # before ZeroMQ and torch start threads, which get heaps of their own
     from atoll.server.coming import announce
 
     announce(options)
