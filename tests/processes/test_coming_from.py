@@ -18,10 +18,15 @@ ATOLL_RUN = [sys.executable, "-c", "from atoll.cli.app import main; main()", "ru
 
 
 def losses_of(launcher: list[str], script: str, folder: Path, **variables: str) -> list[float]:
-    """Return the losses that a script prints. Unless it ends well the test fails, with all output."""
+    """Run a script in a folder of its own inside `folder`; return the losses that it prints.
+
+    Unless it ends well the test fails, with all output.
+    """
+    own = folder / Path(script).stem
+    own.mkdir()
     done = subprocess.run(
         [*launcher, str(FOLDER / script)],
-        cwd=folder,
+        cwd=own,
         env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
         capture_output=True,
         text=True,
@@ -56,18 +61,25 @@ def test_both_scripts_of_a_page_print_the_same_losses(
     find_spec("accelerate") is None, reason="Accelerate is installed by `make scripts-rivals`"
 )
 def test_the_script_for_accelerate_trains(tmp_path: Path) -> None:
-    assert len(losses_of(TORCHRUN, "accelerator.py", tmp_path, ACCELERATE_USE_CPU="true")) == 3
+    assert len(losses_of(TORCHRUN, "with_accelerate.py", tmp_path, ACCELERATE_USE_CPU="true")) == 3
 
 
 @pytest.mark.skipif(
     find_spec("accelerate") is None, reason="Accelerate is installed by `make scripts-rivals`"
 )
 def test_without_shuffling_the_scripts_for_accelerate_print_the_same_losses(tmp_path: Path) -> None:
-    before = in_order("accelerator.py", "shuffle=True", tmp_path)
+    before = in_order("with_accelerate.py", "shuffle=True", tmp_path)
     after = in_order("from_ddp.py", "seed=0", tmp_path)
     expected = losses_of(TORCHRUN, before, tmp_path, ACCELERATE_USE_CPU="true")
     assert len(expected) == 3
     assert losses_of(ATOLL_RUN, after, tmp_path) == pytest.approx(expected, abs=1e-4)
+
+
+def test_no_script_is_named_like_a_module_that_another_imports() -> None:
+    # Python finds modules beside the script first. DeepSpeed tries to import a module named "accelerator".
+    names = {path.stem for path in FOLDER.glob("*.py")}
+    assert not names & {"accelerator", "accelerate", "deepspeed", "torch", "atoll"}
+    assert not names & set(sys.stdlib_module_names)
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is installed by `make scripts-rivals`")

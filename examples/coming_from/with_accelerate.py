@@ -1,5 +1,5 @@
 """Trains with Accelerate:
-ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 examples/coming_from/accelerator.py"""
+ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 examples/coming_from/with_accelerate.py"""
 
 import torch
 from accelerate import Accelerator
