@@ -27,6 +27,7 @@ class Worker:
         self.place = Place(rank=0, world=1)
         self.ranks, self.late = [0], False
         self.iteration = 0
+        self.loaded = self.counted_from = 0.0
 
     def gather(self, value: Any, _what: str) -> list[Any]:
         return [value]

@@ -63,6 +63,27 @@ class StepDone(Event, frozen=True, omit_defaults=True):
     staleness: int = 0
 
 
+class Counted(Event, frozen=True, omit_defaults=True):
+    """The samples of all workers in iterations that count, as far as this worker knows.
+
+    So the survivors report the samples of a worker that dies before it has reported its last steps.
+
+    Attributes:
+        loaded: the time of the latest load of a checkpoint, which sets the count back. It is equal on all
+            workers. 0: none was loaded.
+        begin: the count up to which this worker has reported before.
+        end: the count now.
+        whole: True if every iteration that counts by now is in `end`.
+        ends: True if this worker has reported all of its own steps.
+    """
+
+    loaded: float = 0.0
+    begin: float = 0.0
+    end: float = 0.0
+    whole: bool = False
+    ends: bool = False
+
+
 class Logged(Event, frozen=True):
     """Values from `session.log`, to be averaged over workers with `weight`."""
 
@@ -333,6 +354,7 @@ AnyEvent = Union[
     Started,
     Expected,
     StepDone,
+    Counted,
     Logged,
     Decided,
     SharesChosen,

@@ -468,7 +468,8 @@ def closing_lines(
 ) -> list[str]:
     """Return the closing lines for people: amount, speed, losses and returns, last values, and where to
     look."""
-    steps = f"{summary.steps:,} steps of {summary.samples:,.0f} samples in {format_seconds(summary.seconds)}"
+    samples = f"{'' if summary.samples_exact else 'at least '}{summary.samples:,.0f} samples"
+    steps = f"{summary.steps:,} steps of {samples} in {format_seconds(summary.seconds)}"
     facts = [steps, f"{summary.samples_per_second:,.4g} samples/s"]
     if summary.workers > 1:
         facts += [

@@ -14,6 +14,7 @@ import msgspec
 from atoll.core.appending import Appender
 from atoll.core.events import (
     AnyEvent,
+    Counted,
     Decided,
     Ended,
     Expected,
@@ -48,7 +49,7 @@ _AT_ONCE = frozenset(
     )
 )
 # These events reach the launcher on a full disk; the beginning and end of a process are reported anyway.
-TOLD = (Decided, Regrouped, Skipped, Saved, Warned, Lost)
+TOLD = (Decided, Regrouped, Skipped, Saved, Warned, Lost, Counted)
 
 
 class Journal:

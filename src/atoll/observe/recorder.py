@@ -18,6 +18,7 @@ from atoll.core.characters import encoded
 from atoll.core.errors import UserError
 from atoll.core.events import (
     AnyEvent,
+    Counted,
     Decided,
     Ended,
     Expected,
@@ -44,6 +45,7 @@ from atoll.observe.memory import MemoryRecords
 from atoll.observe.metrics import Line, Merger
 from atoll.observe.nodes import NodeRecords
 from atoll.observe.rundir import RunDirectory
+from atoll.observe.samples import SampleRecords
 from atoll.observe.summary import Summary, WorkerTotals, write_summary
 
 MOST_EVENTS = 500  # events in the summary: a run that skips every step must not fill the disk
@@ -187,6 +189,7 @@ class Recorder:
         self.links = LinkRecords()
         self._nodes = NodeRecords()
         self._memory = MemoryRecords()
+        self._samples = SampleRecords()
         self._merger = Merger(workers)
         self._totals = {worker: WorkerTotals(worker) for worker in range(workers)}
         self._rates = {worker: _Rates() for worker in range(workers)}
@@ -267,7 +270,7 @@ class Recorder:
             iteration=self._iteration,
             # A worker's expectation is an estimate: a faster worker is dealt more samples.
             expected=self._expected if self._furthest <= (self._expected or 0) else None,
-            samples=sum(totals.samples for totals in self._totals.values()),
+            samples=self._count()[0],
             bytes_sent=sum(totals.bytes_sent for totals in self._totals.values()),
             parts=[each[worker] for each in self._parts for worker in sorted(each)],
             last={**self._last, **self._merger.newest()},
@@ -320,7 +323,9 @@ class Recorder:
     def _take(self, event: AnyEvent) -> None:
         if self._heard is not None:
             self._heard(event)
-        if isinstance(event, (Joining, Ended, Gone)):  # a process before and after its part in the run
+        self._samples.take(event)
+        # A process before and after its part in the run, and what was made before:
+        if isinstance(event, (Joining, Ended, Gone, Counted)):
             if isinstance(event, Gone):
                 self._merger.end(event.worker, event.time)
             return
@@ -408,7 +413,11 @@ class Recorder:
     def _steps(self) -> int:
         return max((totals.steps for totals in self._totals.values()), default=0)
 
+    def _count(self) -> tuple[float, bool]:
+        return self._samples.total(sum(totals.samples for totals in self._totals.values()))
+
     def _summary(self) -> Summary:
+        samples, is_exact = self._count()
         each = [self._totals[worker] for worker in sorted(self._totals)]
         events = [_plain(event) for event in self._events]
         groupings, each_group = self._grouped.shown(self._first)
@@ -421,7 +430,8 @@ class Recorder:
             workers=self._workers,
             groups=self._groups,
             steps=self._steps(),
-            samples=sum(totals.samples for totals in each),
+            samples=samples,
+            samples_exact=is_exact,
             seconds=max(0.0, self._end - self._first) if each and self._end > -math.inf else 0.0,
             bytes_sent=sum(totals.bytes_sent for totals in each),
             seconds_waiting=sum(totals.waiting for totals in each) / max(1, len(each)),

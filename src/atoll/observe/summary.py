@@ -131,7 +131,9 @@ class Summary(msgspec.Struct, omit_defaults=True):
 
     Attributes:
         steps: iterations of this run.
-        samples: sum over workers.
+        samples: samples of all workers in iterations that count, each once.
+        samples_exact: False if there may be more: a worker ended before it had reported all of its steps, and
+            no other one knows the count of all.
         seconds: time from the first worker's start to the last event.
         bytes_sent: sum over workers.
         seconds_waiting: the workers' mean of the time blocked on others.
@@ -159,6 +161,7 @@ class Summary(msgspec.Struct, omit_defaults=True):
     links: list[LinkTotals] = []
     nodes: list[NodeTotals] = []
     memory: list[MemoryTotals] = []
+    samples_exact: bool = True
 
     @property
     def samples_per_second(self) -> float:

@@ -375,7 +375,7 @@ class Model:
             send(State(chunk=chunk, key="", values=slots, kept=kept), None)
             for key, flat in elements.items() if not asked.words else ():
                 send(State(chunk=chunk, key=key), payload_of(flat))
-        send(StateEnd(steps=self.iterations), None)
+        send(StateEnd(steps=self.iterations, consumed=self.consumed), None)
 
     # -- contributions ------------------------------------------------------------------------------------
 

@@ -445,12 +445,13 @@ class SiteModel(Model):
         def end(shard: int, message: AnyMessage, _payload: memoryview | None) -> None:
             assert isinstance(message, messages.StateEnd)
             ended[shard] = message.steps
+            self._consumed = max(self._consumed, message.consumed)
 
         upstream.on(messages.State, lambda _shard, message, payload: send(message, payload))
         upstream.on(messages.StateEnd, end)
         asked = messages.PullState(incarnation=self._place.incarnation)
         upstream.ask(range(self._shards), asked, STATE, ended, "the optimizer's state")
-        send(messages.StateEnd(steps=max(ended.values())), None)
+        send(messages.StateEnd(steps=max(ended.values()), consumed=self._consumed), None)
 
     # -- small things -------------------------------------------------------------------------------------
 

@@ -277,9 +277,10 @@ class State(Message, frozen=True):
 
 
 class StateEnd(Message, frozen=True):
-    """All State messages have been sent."""
+    """All State messages have been sent. `consumed` as in Parameters."""
 
     steps: Count
+    consumed: Weight = 0.0
 
 
 class Meet(Message, frozen=True):

@@ -92,6 +92,8 @@ class Checkpoints:
             regrouping = self._runtime.regrouping
             grouped = regrouping is not None and regrouping.grouping > 0
             check("call", Choices({"call": "session.load", "grouped": grouped}))
+            # A worker that goes at its own pace does not know of the others' last steps.
+            self._records.counted(self._runtime.counted_samples(), whole=self._runtime.together)
             with self._aside():
                 saved = self._state.load(self._workers, path)
                 self._runtime.strategy.loaded()

@@ -149,6 +149,15 @@ class Runtime:
         """True on a worker that came when the run was under way and has not entered."""
         return self.entrance is not None and self.entrance.late
 
+    def counted_samples(self) -> float | None:
+        """Return the samples of all workers in the first model's iterations that count, as far as this worker
+        knows; None: it knows its own alone."""
+        prepared = self.state.prepared
+        if not prepared or len(prepared[0].models) > 1 or not self.strategy.counts_all:
+            return None
+        reducer = prepared[0].reducer
+        return max(reducer.consumed, reducer.counted_elsewhere)
+
     def cell(self, config: Config, memory: Memory | None = None) -> Cell:
         """Return the choices by which a model is trained here, under the budgets `memory`."""
         return cell_of(config, self.others, self.group, memory)

@@ -53,10 +53,9 @@ class Leaving:
             with self._workers.standing(stand):
                 if self._runtime.together:
                     self._end_together(_END.format(self._state.iteration))
-                else:  # workers end when they have no more data, one before the other
-                    with contextlib.suppress(RunError):  # the shards are gone: the training still counts
-                        self._give_back()
-                    self._workers.part()
+                else:
+                    self._end_alone()
+            self._count()
             if self._runtime.member is not None:
                 self._runtime.member.finish(self._state.iteration)
             self._records.tell_of_node()
@@ -75,6 +74,23 @@ class Leaving:
         self._give_back()
         self._workers.barrier(where)
         self._collectives.confirm(where)
+
+    def _end_alone(self) -> None:
+        """Bring state home, and with it the count of all workers' samples by now.
+
+        Workers end when they have no more data, one before the other.
+        """
+        for prepared in self._state.prepared:
+            prepared.reducer.counted_elsewhere = 0.0
+        with contextlib.suppress(RunError):  # the shards are gone: the training still counts
+            self._give_back()
+        self._workers.part()
+
+    def _count(self) -> None:
+        """Report the samples of all workers, as this worker knows them at its end."""
+        if not self._runtime.late:
+            heard = any(prepared.reducer.counted_elsewhere for prepared in self._state.prepared)
+            self._records.counted(self._runtime.counted_samples(), whole=self._runtime.together or heard)
 
     def _give_back(self) -> None:
         """Bring the state of optimizers that stepped elsewhere to this worker, for the script's use."""

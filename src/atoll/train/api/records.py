@@ -28,6 +28,7 @@ from atoll.observe.metrics import LATE_SECONDS
 from atoll.observe.notices import Notices, print_warning
 from atoll.observe.recorder import Recorder
 from atoll.observe.rundir import DIRECTORY_VARIABLE, Claim, RunDirectory
+from atoll.train.api.counting import SampleReport
 from atoll.train.api.logged import finite, loggable
 from atoll.train.api.meter import Taken
 from atoll.train.api.place import WorkerRoster, is_first
@@ -72,8 +73,9 @@ class Records:
         self.kept = False
         self._logged: list[tuple[int, float, dict[str, Any]]] = []
         self._read_at = time.perf_counter()
-        # Steps without an event yet: time, iteration, samples, measurements, more fields.
-        self._steps: deque[tuple[float, int, float, Taken, dict[str, Any]]] = deque()
+        # Steps without an event yet: time, iteration, samples, measurements, more fields, samples of all.
+        self._steps: deque[tuple[float, int, float, Taken, dict[str, Any], float | None]] = deque()
+        self._samples = SampleReport(state)
         self._telling = threading.RLock()  # held while a thread makes the events of steps
         self._over = threading.Event()  # nothing more is written
         self._writer = threading.Thread(target=self._write_in_pauses, name="atoll-records", daemon=True)
@@ -101,7 +103,8 @@ class Records:
     def close(self) -> None:
         """Write all events that are left. Later events are written nowhere."""
         self._over.set()
-        self._tell_of_steps()
+        if self.kept:
+            self._tell_of_samples(ends=True)
         with contextlib.ExitStack() as ends:
             for journal in self._journals():
                 ends.callback(journal.close)
@@ -182,7 +185,12 @@ class Records:
         self._logged.clear()
 
     def stepped(
-        self, taken: Taken, samples: float, figures: dict[str, Any], staleness: float | None = None
+        self,
+        taken: Taken,
+        samples: float,
+        figures: dict[str, Any],
+        staleness: float | None = None,
+        counted: float | None = None,
     ) -> None:
         """Report that an iteration is over.
 
@@ -191,18 +199,29 @@ class Records:
             samples: this worker's samples.
             figures: more fields of StepDone.
             staleness: the staleness to log, in steps; None if it is not measured.
+            counted: the samples of all workers in iterations that count; None: this worker does not know.
         """
         if self._link is not None:
             self._tell_of_links(now=False)
         if staleness is not None:
             self._log(1.0, {"staleness": staleness})
-        self._steps.append((record_time(), self._state.iteration, samples, taken, figures))
+        self._steps.append((record_time(), self._state.iteration, samples, taken, figures, counted))
         if taken.at - self._read_at > LATE_SECONDS:
             self._read_at = taken.at
             self.tell_of_node()
             self._tell_of_memory()
             self.read_logged()
             self._write()
+
+    def counted(self, samples: float | None, *, whole: bool) -> None:
+        """Report the samples of all workers in iterations that count; None: this worker does not know.
+
+        `whole`: every iteration that counts by now is in the number.
+        """
+        if self.kept:
+            self._tell_of_steps()
+            self._samples.know(samples)
+            self._tell_of_samples(whole=whole)
 
     def finished(self) -> None:
         """Report that the script has come to its end."""
@@ -276,7 +295,7 @@ class Records:
         return [journal for journal in (self._journal, self._lab_journal) if journal is not None]
 
     def _write(self) -> None:
-        self._tell_of_steps()
+        self._tell_of_samples()
         for journal in self._journals():
             journal.flush()
 
@@ -294,7 +313,7 @@ class Records:
         worker = self._who.place.name
         with self._telling:
             while self._steps:
-                at, iteration, samples, taken, figures = self._steps.popleft()
+                at, iteration, samples, taken, figures, counted = self._steps.popleft()
                 step = events.StepDone(
                     time=at,
                     worker=worker,
@@ -307,6 +326,18 @@ class Records:
                     **figures,
                 )
                 self._bus.emit(step)
+                self._samples.know(counted)
+
+    def _tell_of_samples(self, *, whole: bool = False, ends: bool = False) -> None:
+        """Make the events of the steps since the last call, and report the count of samples after them.
+
+        `whole` and `ends` are those of the event Counted.
+        """
+        with self._telling:
+            self._tell_of_steps()
+            news = self._samples.news(whole=whole, ends=ends)
+            if news is not None:
+                self.emit(events.Counted, **news)
 
     def _open_journal(self, workers: Workers) -> None:
         by_command = os.environ.get(DIRECTORY_VARIABLE)

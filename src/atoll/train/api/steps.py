@@ -73,7 +73,10 @@ class Steps:
         if self._member is not None:
             self._member.stepped(state.iteration, samples, self._pace)
         if self._records.kept:
-            self._records.stepped(taken, samples, self._runtime.figures(), self._runtime.staleness())
+            runtime = self._runtime
+            self._records.stepped(
+                taken, samples, runtime.figures(), runtime.staleness(), runtime.counted_samples()
+            )
 
     def _look_at_buffers(self, prepared: Prepared) -> None:
         """Warn once that each worker keeps its own buffers, under a strategy that does not share them."""

@@ -4,6 +4,7 @@ fit."""
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from atoll.core.config import Buffers
 from atoll.core.errors import AtollError, CheckpointError, UserError
+from atoll.core.runclock import record_time
 from atoll.tensors.checkpoint import pack, read_checkpoint, unpack, write_checkpoint
 from atoll.tensors.torch_compat import is_persistent, own_buffers
 from atoll.tensors.trees import check_encodable
@@ -97,6 +99,8 @@ class TrainingState:
         schedules: the schedules that samples drive.
         iteration: the number of iterations made.
         resumed_random: this worker's loaded random state, from a load until its next step; else None.
+        loaded: the time of the latest load of a checkpoint, equal on all workers; 0: none.
+        counted_from: the samples of all workers by the latest load, or when this worker entered the run.
     """
 
     def __init__(self, place: Place, device: torch.device, buffers: Buffers = "rank 0") -> None:
@@ -111,6 +115,7 @@ class TrainingState:
         self.schedules: list[SampleSchedule] = []
         self.iteration = 0
         self.resumed_random: dict[str, Any] | None = None
+        self.loaded = self.counted_from = 0.0
 
     @property
     def tiers(self) -> list[Tiers]:
@@ -173,7 +178,7 @@ class TrainingState:
             model = savedgroups.choose(self.prepared, workers.place.rank, model, trees, where)
             for sampler, saved in zip(self.samplers, trees["state"]["samplers"], strict=True):
                 sampler.check_state(saved)
-            found = (trees["state"]["iteration"], checkpoint.digest, where)
+            found = (trees["state"]["iteration"], checkpoint.digest, where, record_time())
         except CheckpointError as error:
             failure = str(error)
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -187,6 +192,7 @@ class TrainingState:
         for sampler, its in zip(self.samplers, state["samplers"], strict=True):
             sampler.load_state_dict(its)
         self._load_random(workers.place.rank, state["random"])
+        *_, self.loaded = everyone[0]
         return len(state["random"])
 
     def _put_back(self, model: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
@@ -214,6 +220,7 @@ class TrainingState:
             prepared.buffers.settle()
         self.iteration = state["iteration"]
         self._put_back_schedules(state)
+        self.counted_from = self.prepared[0].reducer.consumed if self.prepared else 0.0
 
     def _put_back_schedules(self, state: Mapping[str, Any]) -> None:
         """Put back the number of consumed samples, and the schedules that follow it. Their schedulers must be
@@ -287,6 +294,7 @@ class TrainingState:
                 for sampler in self.samplers
             ],
             "random": random_state(self._device),
+            "loaded": self.loaded,
         }
         return self._pack(state)
 
@@ -316,6 +324,7 @@ class TrainingState:
                 "held": "all",
                 "reducers": [None] * len(self.models),
                 "samplers": [None] * len(self.samplers),
+                "loaded": self.loaded,
             }
         )
 
@@ -326,9 +335,11 @@ class TrainingState:
         model, trees = unpack(raw, where)
         try:
             self._check(model, trees, where, "session.prepare")
+            loaded = _loaded_at(trees["state"])
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise CheckpointError(f"{where}: not what this Atoll sends: {error!r}") from None
         self._put_back(model, trees)
+        self.loaded = loaded
 
     def restore(
         self, raw: bytes | bytearray | memoryview, own: int, rank: int | None = None, fixed: bool = False
@@ -361,6 +372,7 @@ class TrainingState:
                     sampler.check_deal_state(saved)
             reducerstates.check_members(self.prepared, state["reducers"])
             check_random_state(state["random"])
+            loaded = _loaded_at(state)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise CheckpointError(f"{where}: not what this Atoll sends: {error!r}") from None
         self._put_back(model, trees)
@@ -371,6 +383,7 @@ class TrainingState:
             else:
                 sampler.load_deal_state(saved, rank)
         derive_random_state(state["random"], own)
+        self.loaded = loaded
 
     def places(self) -> list[Any]:
         """Return this worker's place in each of its samplers' deals, as JSON values."""
@@ -497,11 +510,19 @@ def _raise_together(workers: Workers, failure: str, what: str, said: Any = None)
     return [each for _, each in everyone]
 
 
-def _check_alike(ranks: Sequence[int], everyone: Sequence[tuple[int, str, str]]) -> None:
+def _loaded_at(state: Mapping[str, Any]) -> float:
+    """Return the time of the latest load in a captured state. Raises ValueError for no such number."""
+    loaded = float(state["loaded"])
+    if not 0.0 <= loaded < math.inf:
+        raise ValueError(f"the time of the latest load: {loaded!r}")
+    return loaded
+
+
+def _check_alike(ranks: Sequence[int], everyone: Sequence[tuple[int, str, str, float]]) -> None:
     """Raise CheckpointError unless all workers have read one checkpoint. `everyone` has each one's iteration,
-    digest and path."""
-    first, (iteration, digest, _) = ranks[0], everyone[0]
-    for rank, (its, other, where) in zip(ranks, everyone, strict=True):
+    digest, path and time."""
+    first, (iteration, digest, *_) = ranks[0], everyone[0]
+    for rank, (its, other, where, _) in zip(ranks, everyone, strict=True):
         if other == digest:
             continue
         if its != iteration:

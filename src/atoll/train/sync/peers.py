@@ -58,6 +58,7 @@ class Peers:
     collective = False  # nodes step with gradients of their own
     brings_parameters = brings_frozen = True
     trains_as_one = False  # a session has one model
+    counts_all = True
     shares_buffers = False  # only a node's devices share them
 
     def __init__(

@@ -145,6 +145,7 @@ class LentPeers:
 
     brings_parameters = brings_frozen = True
     trains_as_one = False  # a session has one model
+    counts_all = True
     collective = shares_buffers = False
 
     def __init__(self, peers: Peers, make: Callable[[Training], LentPeerModel]) -> None:

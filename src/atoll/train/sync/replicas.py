@@ -330,6 +330,7 @@ class Replicated:
 
     collective = skips_together = shares_buffers = False
     brings_parameters = brings_frozen = trains_as_one = False
+    counts_all = False  # a replica learns of the others' samples at exchanges
 
     def __init__(
         self,

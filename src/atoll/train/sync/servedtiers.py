@@ -51,7 +51,7 @@ def staging_bytes(chunks: list[int], *, of_group: bool) -> int:
 class ServedInTiers:
     """The strategy `Served` for a model in tiers."""
 
-    brings_parameters = trains_as_one = True
+    brings_parameters = trains_as_one = counts_all = True
     brings_frozen = shares_buffers = False
 
     def __init__(self, served: Served, tiers: Fits) -> None:

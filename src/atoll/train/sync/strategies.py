@@ -169,6 +169,7 @@ class Strategy(Protocol):
         brings_frozen: True if `build` also gives a worker that comes late the frozen parameters.
         shares_buffers: True if all workers have the first one's buffers after each iteration.
         trains_as_one: True if all models of a session train as one, since those who step hold one model.
+        counts_all: True if each worker knows the samples of all workers in the iterations that count.
     """
 
     collective: bool
@@ -177,6 +178,7 @@ class Strategy(Protocol):
     brings_frozen: bool
     shares_buffers: bool
     trains_as_one: bool
+    counts_all: bool
 
     def build(self, training: Training) -> tuple[Reducer, Stepper]:
         """Return the model's reducer and stepper."""
@@ -197,7 +199,7 @@ class Strategy(Protocol):
 class Alone:
     """The strategy of a worker alone: nothing is reduced, so no gradient is copied into a chunk either."""
 
-    collective = skips_together = shares_buffers = True
+    collective = skips_together = shares_buffers = counts_all = True
     brings_parameters = brings_frozen = trains_as_one = False
 
     def build(self, training: Training) -> tuple[Reducer, Stepper]:
@@ -222,7 +224,7 @@ class Alone:
 class OverRing:
     """The strategy over a ring, which reduces gradients; every worker steps all chunks."""
 
-    collective = skips_together = shares_buffers = True
+    collective = skips_together = shares_buffers = counts_all = True
     brings_parameters = brings_frozen = trains_as_one = False
 
     def __init__(self, ring: AnyRing) -> None:
@@ -258,7 +260,7 @@ MakeExchange: TypeAlias = Callable[[Training, Connection, Holder | None], Server
 class Served:
     """The strategy with a parameter server, whose shards combine gradients and make the steps."""
 
-    brings_parameters = trains_as_one = True
+    brings_parameters = trains_as_one = counts_all = True
     brings_frozen = shares_buffers = False
 
     def __init__(
@@ -448,7 +450,7 @@ class ServedModel:
         self._ended: set[int] = set()
         shards.on(Ready, self._handle_ready)
         shards.on(State, self._handle_state)
-        shards.on(StateEnd, lambda shard, _message, _payload: self._ended.add(shard))
+        shards.on(StateEnd, self._handle_state_end)
 
     # Bringing the model to the shards
 
@@ -722,6 +724,11 @@ class ServedModel:
             ).clone()
         else:
             self._scalars[message.chunk] = message.values
+
+    def _handle_state_end(self, shard: int, message: AnyMessage, _payload: memoryview | None) -> None:
+        assert isinstance(message, StateEnd)
+        self._ended.add(shard)
+        self.exchange.counted_elsewhere = max(self.exchange.counted_elsewhere, message.consumed)
 
 
 def _joined(bound: BoundChunk, held: Sequence[Mapping[str, Any]], key: str) -> Tensor:
