@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.core.events import AnyEvent, Counted, Finished, Gone, Started, StepDone, encode
+from atoll.core.events import AnyEvent, Finished, Gone, SamplesCounted, Started, StepDone, encode
 from atoll.launch.run import closing_lines
 from atoll.observe.recorder import Recorder
 from atoll.observe.rundir import RunDirectory
@@ -56,16 +56,26 @@ class Journals:
         end: float,
         *,
         loaded: float = 0.0,
-        whole: bool = False,
+        whole_at: float = 0.0,
+        partial: bool = False,
         ends: bool = False,
     ) -> None:
         self.write(
-            Counted(time=at, worker=worker, loaded=loaded, begin=begin, end=end, whole=whole, ends=ends)
+            SamplesCounted(
+                time=at,
+                worker=worker,
+                loaded=loaded,
+                begin=begin,
+                end=end,
+                whole_at=whole_at,
+                partial=partial,
+                ends=ends,
+            )
         )
 
     def finish(self, worker: int, at: float, begin: float, end: float, loaded: float = 0.0) -> None:
         self.write(Finished(time=at, worker=worker, iteration=int(at)))
-        self.count(worker, at, begin, end, loaded=loaded, whole=True)
+        self.count(worker, at, begin, end, loaded=loaded, whole_at=at)
         self.count(worker, at, end, end, loaded=loaded, ends=True)
 
     def kill(self, worker: int, at: float) -> None:
@@ -172,7 +182,7 @@ def test_a_worker_that_enters_reports_from_where_it_entered(three: Journals) -> 
 
 def test_iterations_made_again_after_a_load_count_again(three: Journals) -> None:
     for worker in (0, 1, 2):
-        three.count(worker, 4.0, 0.0, 96.0, whole=True)
+        three.count(worker, 4.0, 0.0, 96.0, whole_at=4.0)
         three.count(worker, 5.0, 24.0, 48.0, loaded=4.5)
     three.kill(1, at=5.5)
     for worker in (0, 2):
@@ -185,7 +195,7 @@ def test_nothing_is_lost_with_a_worker_that_is_killed_before_the_first_step(thre
     """All begin with a checkpoint, and worker 1 is killed before that."""
     three.kill(1, at=1.0)
     for worker in (0, 2):
-        three.count(worker, 2.0, 0.0, 0.0, whole=True)
+        three.count(worker, 2.0, 0.0, 0.0, whole_at=2.0)
         three.finish(worker, 7.0, 48.0, 72.0, loaded=2.5)
     assert (three.summary().samples, three.summary().samples_exact) == (24.0, True)
 
@@ -201,3 +211,61 @@ def test_what_was_lost_before_a_load_makes_a_lower_bound(three: Journals) -> Non
         three.finish(worker, 6.0, 48.0, 72.0, loaded=4.5)
     summary = three.summary()
     assert (summary.samples, summary.samples_exact) == (48.0 + 48.0, False)
+
+
+def test_a_worker_that_is_killed_while_another_one_asks_for_the_count_leaves_a_lower_bound(
+    three: Journals,
+) -> None:
+    for worker in (0, 2):
+        three.count(worker, 6.0, 0.0, 72.0, whole_at=5.0, ends=True)
+    three.kill(1, at=5.5)
+    summary = three.summary()
+    assert (summary.samples, summary.samples_exact) == (72.0, False)
+
+
+def test_a_run_that_all_workers_begin_again_has_a_lower_bound(three: Journals) -> None:
+    """Nothing tells how much of the former life counts: a ring begins at 0, and shards may have gone on."""
+    three.count(0, 3.0, 0.0, 48.0)
+    for worker in (0, 1, 2):
+        three.kill(worker, at=3.5)
+    for worker in (0, 1, 2):
+        three.begin(worker, at=4.0)
+        three.finish(worker, 6.0, 0.0, 72.0)
+    summary = three.summary()
+    assert (summary.samples, summary.samples_exact) == (72.0, False)
+
+
+def test_a_worker_that_comes_back_when_the_others_have_ended_leaves_the_count_exact(three: Journals) -> None:
+    three.kill(1, at=3.0)
+    for worker in (0, 2):
+        three.finish(worker, 4.0, 0.0, 48.0)
+        three.write(Gone(time=4.5, worker=worker, exit_code=0))
+    three.begin(1, at=5.0)
+    three.finish(1, 6.0, 48.0, 64.0)
+    summary = three.summary()
+    assert (summary.samples, summary.samples_exact) == (64.0, True)
+
+
+def test_where_a_worker_cannot_know_the_count_the_reported_steps_are_a_lower_bound(three: Journals) -> None:
+    """A second model came after the second step: shards count the samples of both."""
+    for worker in (0, 1, 2):
+        three.count(worker, 2.0, 0.0, 48.0)
+        for iteration in range(1, 9):
+            three.step(worker, iteration)
+        three.count(worker, 3.0, 48.0, 48.0, partial=True)
+    three.kill(1, at=8.5)
+    for worker in (0, 2):
+        three.count(worker, 9.0, 48.0, 48.0, partial=True, ends=True)
+    summary = three.summary()
+    assert (summary.samples, summary.samples_exact) == (8 * 24.0, False)
+
+
+@pytest.mark.parametrize("field", ["loaded", "begin", "end", "whole_at"])
+@pytest.mark.parametrize("value", ["-1.0", "1e999", '"8"', "null"])
+def test_a_count_that_is_none_is_passed_over_in_a_line(three: Journals, field: str, value: str) -> None:
+    three.finish(0, 2.0, 0.0, 24.0)
+    with three.run.journal(0).open("ab") as file:
+        file.write(f'{{"event":"samplescounted","time":2.0,"worker":0,"{field}":{value}}}\n'.encode())
+    summary = three.summary()
+    lines = [each["message"] for each in summary.events if each["event"] == "warned"]
+    assert lines == [f"{three.run.journal(0)}: 1 lines hold no event and were passed over"]

@@ -6,12 +6,14 @@ Every record carries its `time` (seconds since the epoch) and the `worker` that 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Union
+from typing import Annotated, Any, Union
 
 import msgspec
 
 from atoll.core.memory import MemoryFigures
 from atoll.core.texts import shortened, writable
+
+_FromZero = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=str.lower, tag_field="event"):
@@ -63,24 +65,26 @@ class StepDone(Event, frozen=True, omit_defaults=True):
     staleness: int = 0
 
 
-class Counted(Event, frozen=True, omit_defaults=True):
-    """The samples of all workers in iterations that count, as far as this worker knows.
+class SamplesCounted(Event, frozen=True, omit_defaults=True):
+    """The number of samples of all workers in iterations that count, as far as this worker knows.
 
-    So the survivors report the samples of a worker that dies before it has reported its last steps.
+    Survivors report with this event the samples of a worker that dies before it has reported its last steps.
 
     Attributes:
-        loaded: the time of the latest load of a checkpoint, which sets the count back. It is equal on all
-            workers. 0: none was loaded.
+        loaded: time of the latest load of a checkpoint, which sets the count back; equal on all workers. 0:
+            none was loaded.
         begin: the count up to which this worker has reported before.
         end: the count now.
-        whole: True if every iteration that counts by now is in `end`.
+        whole_at: the time up to which `end` has every iteration that counts; 0: unknown.
+        partial: True if this worker cannot know the count after an iteration, so that `end` lacks samples.
         ends: True if this worker has reported all of its own steps.
     """
 
-    loaded: float = 0.0
-    begin: float = 0.0
-    end: float = 0.0
-    whole: bool = False
+    loaded: _FromZero = 0.0
+    begin: _FromZero = 0.0
+    end: _FromZero = 0.0
+    whole_at: _FromZero = 0.0
+    partial: bool = False
     ends: bool = False
 
 
@@ -354,7 +358,7 @@ AnyEvent = Union[
     Started,
     Expected,
     StepDone,
-    Counted,
+    SamplesCounted,
     Logged,
     Decided,
     SharesChosen,

@@ -14,7 +14,6 @@ import msgspec
 from atoll.core.appending import Appender
 from atoll.core.events import (
     AnyEvent,
-    Counted,
     Decided,
     Ended,
     Expected,
@@ -24,6 +23,7 @@ from atoll.core.events import (
     Joining,
     Lost,
     Regrouped,
+    SamplesCounted,
     Saved,
     SharesChosen,
     Skipped,
@@ -49,7 +49,7 @@ _AT_ONCE = frozenset(
     )
 )
 # These events reach the launcher on a full disk; the beginning and end of a process are reported anyway.
-TOLD = (Decided, Regrouped, Skipped, Saved, Warned, Lost, Counted)
+TOLD = (Decided, Regrouped, Skipped, Saved, Warned, Lost, SamplesCounted)
 
 
 class Journal:

@@ -18,7 +18,6 @@ from atoll.core.characters import encoded
 from atoll.core.errors import UserError
 from atoll.core.events import (
     AnyEvent,
-    Counted,
     Decided,
     Ended,
     Expected,
@@ -29,6 +28,7 @@ from atoll.core.events import (
     LinkSeen,
     Lost,
     Regrouped,
+    SamplesCounted,
     Saved,
     SharesChosen,
     Skipped,
@@ -270,7 +270,7 @@ class Recorder:
             iteration=self._iteration,
             # A worker's expectation is an estimate: a faster worker is dealt more samples.
             expected=self._expected if self._furthest <= (self._expected or 0) else None,
-            samples=self._count()[0],
+            samples=sum(totals.samples for totals in self._totals.values()),
             bytes_sent=sum(totals.bytes_sent for totals in self._totals.values()),
             parts=[each[worker] for each in self._parts for worker in sorted(each)],
             last={**self._last, **self._merger.newest()},
@@ -324,8 +324,8 @@ class Recorder:
         if self._heard is not None:
             self._heard(event)
         self._samples.take(event)
-        # A process before and after its part in the run, and what was made before:
-        if isinstance(event, (Joining, Ended, Gone, Counted)):
+        # These tell of a process before and after its part in the run, or of earlier steps:
+        if isinstance(event, (Joining, Ended, Gone, SamplesCounted)):
             if isinstance(event, Gone):
                 self._merger.end(event.worker, event.time)
             return
@@ -413,11 +413,8 @@ class Recorder:
     def _steps(self) -> int:
         return max((totals.steps for totals in self._totals.values()), default=0)
 
-    def _count(self) -> tuple[float, bool]:
-        return self._samples.total(sum(totals.samples for totals in self._totals.values()))
-
     def _summary(self) -> Summary:
-        samples, is_exact = self._count()
+        samples, is_exact = self._samples.total(sum(totals.samples for totals in self._totals.values()))
         each = [self._totals[worker] for worker in sorted(self._totals)]
         events = [_plain(event) for event in self._events]
         groupings, each_group = self._grouped.shown(self._first)

@@ -10,6 +10,7 @@ from atoll.axes.choices import Choices
 from atoll.axes.needs import check
 from atoll.core import events
 from atoll.core.errors import UserError
+from atoll.core.runclock import record_time
 from atoll.tensors.checkpoint import is_checkpoint_there
 from atoll.train.api.collectives import Collectives
 from atoll.train.api.compose import Runtime
@@ -92,8 +93,9 @@ class Checkpoints:
             regrouping = self._runtime.regrouping
             grouped = regrouping is not None and regrouping.grouping > 0
             check("call", Choices({"call": "session.load", "grouped": grouped}))
-            # A worker that goes at its own pace does not know of the others' last steps.
-            self._records.counted(self._runtime.counted_samples(), whole=self._runtime.together)
+            # Workers that step by themselves do not know of the others' last steps.
+            whole_at = record_time() if self._runtime.strategy.collective else 0.0
+            self._records.counted(self._runtime.counted_samples(), whole_at=whole_at)
             with self._aside():
                 saved = self._state.load(self._workers, path)
                 self._runtime.strategy.loaded()

@@ -151,12 +151,12 @@ class Runtime:
 
     def counted_samples(self) -> float | None:
         """Return the samples of all workers in the first model's iterations that count, as far as this worker
-        knows; None: it knows its own alone."""
+        knows; None: this worker cannot know that number."""
         prepared = self.state.prepared
-        if not prepared or len(prepared[0].models) > 1 or not self.strategy.counts_all:
+        if not prepared or not prepared[0].counts_all:
             return None
         reducer = prepared[0].reducer
-        return max(reducer.consumed, reducer.counted_elsewhere)
+        return max(reducer.consumed, reducer.counted_at_shards)
 
     def cell(self, config: Config, memory: Memory | None = None) -> Cell:
         """Return the choices by which a model is trained here, under the budgets `memory`."""

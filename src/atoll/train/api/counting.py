@@ -1,4 +1,5 @@
-"""One worker's report of the samples of all workers in iterations that count (`core/events.py`: Counted)."""
+"""One worker's report of the samples of all workers in iterations that count (`core/events.py`:
+SamplesCounted)."""
 
 from __future__ import annotations
 
@@ -6,12 +7,12 @@ from typing import Any, Protocol
 
 
 class Loads(Protocol):
-    """The part of a session's state that a load of a checkpoint changes (`train/checkpoint/resume.py`:
-    TrainingState).
+    """The part of a session's state that changes when a checkpoint is loaded or a worker enters a run
+    (`train/checkpoint/resume.py`: TrainingState).
 
     Attributes:
-        loaded: the time of the latest load; 0: none.
-        counted_from: the count of samples then, or when this worker entered the run.
+        loaded: time of the latest load; 0: none.
+        counted_from: the count of samples at that load, or when this worker entered the run.
     """
 
     loaded: float
@@ -24,31 +25,40 @@ class SampleReport:
     def __init__(self, state: Loads) -> None:
         """Report the count of a session; `state` is the session's."""
         self._state = state
-        self._known: float | None = None  # None: not known since the latest load
+        self._known: float | None = None  # None: no count is known since the latest load
         self._reported = 0.0
-        self._loaded: float | None = None  # the load up to which this worker has followed; None: none yet
+        self._lacks = self._told_of_lack = False  # an iteration's count cannot be known; it was reported
+        self._followed: tuple[float, float] | None = None  # the state's values when they were last read
 
     def know(self, count: float | None) -> None:
-        """Take the count after an iteration; None: this worker does not know it."""
+        """Take the count after an iteration; None: this worker cannot know it."""
         self._follow()
         self._known = count
+        self._lacks = self._lacks or count is None
 
-    def news(self, *, whole: bool = False, ends: bool = False) -> dict[str, Any] | None:
-        """Return the fields of the event that reports what is new; None if nothing is.
+    def news(self, *, whole_at: float = 0.0, ends: bool = False) -> dict[str, Any] | None:
+        """Return the fields of an event that reports news; None without news.
 
-        `whole` and `ends` are those of the event. A count that is not known is not whole.
+        `whole_at` and `ends` are fields of the event. An unknown count is whole at no time.
         """
         self._follow()
-        known, begin = self._known, self._reported
-        end = begin if known is None else max(begin, known)
-        whole = whole and known is not None
-        if not (end > begin or whole or ends):
+        begin, whole_at = self._reported, 0.0 if self._known is None else whole_at
+        end = begin if self._known is None else max(begin, self._known)
+        tells_of_lack = self._lacks and not self._told_of_lack
+        if not (end > begin or whole_at or ends or tells_of_lack):
             return None
-        self._reported = end
-        return {"loaded": self._loaded, "begin": begin, "end": end, "whole": whole, "ends": ends}
+        self._reported, self._told_of_lack = end, self._lacks
+        fields = {"loaded": self._state.loaded, "begin": begin, "end": end, "whole_at": whole_at}
+        return {**fields, "partial": self._lacks, "ends": ends}
 
     def _follow(self) -> None:
-        """Begin at the loaded checkpoint's count, if one was loaded."""
-        if self._loaded != self._state.loaded:
-            self._reported, self._known = self._state.counted_from, None
-            self._loaded = self._state.loaded
+        """Begin at the checkpoint's count after a load, and at the given count after an entry."""
+        loaded, counted_from = now = self._state.loaded, self._state.counted_from
+        if now == self._followed:
+            return
+        is_load = self._followed is None or self._followed[0] != loaded
+        if is_load:
+            self._known, self._lacks, self._told_of_lack = None, False, False
+        if is_load or self._known is None:
+            self._reported = counted_from
+        self._followed = now

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from atoll.core.errors import RunError
+from atoll.core.runclock import record_time
 from atoll.core.scriptline import script_line
 from atoll.core.stands import end
 from atoll.train.api.collectives import Collectives
@@ -52,18 +53,20 @@ class Leaving:
                 entrance.ending()
             with self._workers.standing(stand):
                 if self._runtime.together:
-                    self._end_together(_END.format(self._state.iteration))
+                    whole_at = self._end_together(_END.format(self._state.iteration))
                 else:
-                    self._end_alone()
-            self._count()
+                    whole_at = self._end_alone()
+            if not self._runtime.late:
+                self._records.counted(self._runtime.counted_samples(), whole_at=whole_at)
             if self._runtime.member is not None:
                 self._runtime.member.finish(self._state.iteration)
             self._records.tell_of_node()
         finally:
             self.leave()
 
-    def _end_together(self, where: str) -> None:
-        """Apply all contributions, bring state home, and wait for all workers.
+    def _end_together(self, where: str) -> float:
+        """Apply all contributions, bring state home, and wait for all workers. Return the time after that, by
+        which this worker knows all samples that count.
 
         No worker leaves early: the store goes with the worker that holds it, and worker 0 reads all journals.
         Workers that come now are let in.
@@ -74,23 +77,22 @@ class Leaving:
         self._give_back()
         self._workers.barrier(where)
         self._collectives.confirm(where)
+        return record_time()
 
-    def _end_alone(self) -> None:
-        """Bring state home, and with it the count of all workers' samples by now.
+    def _end_alone(self) -> float:
+        """Bring state home, and with it the count of all workers' samples. Return the time at which the count
+        was asked for; 0: no shard has answered.
 
         Workers end when they have no more data, one before the other.
         """
         for prepared in self._state.prepared:
-            prepared.reducer.counted_elsewhere = 0.0
+            prepared.reducer.counted_at_shards = 0.0
+        asked_at = record_time()
         with contextlib.suppress(RunError):  # the shards are gone: the training still counts
             self._give_back()
         self._workers.part()
-
-    def _count(self) -> None:
-        """Report the samples of all workers, as this worker knows them at its end."""
-        if not self._runtime.late:
-            heard = any(prepared.reducer.counted_elsewhere for prepared in self._state.prepared)
-            self._records.counted(self._runtime.counted_samples(), whole=self._runtime.together or heard)
+        is_answered = any(prepared.reducer.counted_at_shards for prepared in self._state.prepared)
+        return asked_at if is_answered else 0.0
 
     def _give_back(self) -> None:
         """Bring the state of optimizers that stepped elsewhere to this worker, for the script's use."""

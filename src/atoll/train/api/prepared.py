@@ -118,6 +118,8 @@ class Prepared:
 
     Attributes:
         models: the script's models that it is made of, in the order in which they were prepared.
+        counts_all: True if `reducer.consumed` is the number of samples of all workers in one model's
+            iterations.
     """
 
     def __init__(
@@ -207,6 +209,7 @@ class Prepared:
             former.tiers.give_back(optimizers)
         self.tiers: Tiers | None = tiers
         self._strategy = strategy
+        self.counts_all = strategy.counts_all and len(self.models) == 1
         self.chunk_map, self.chunks = lies.bind(specs, self.parameters, config.chunk_bytes)
         self._check = ParameterCheck(
             self.module,

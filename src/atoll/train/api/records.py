@@ -199,7 +199,7 @@ class Records:
             samples: this worker's samples.
             figures: more fields of StepDone.
             staleness: the staleness to log, in steps; None if it is not measured.
-            counted: the samples of all workers in iterations that count; None: this worker does not know.
+            counted: the samples of all workers in iterations that count; None: this worker cannot know.
         """
         if self._link is not None:
             self._tell_of_links(now=False)
@@ -213,15 +213,16 @@ class Records:
             self.read_logged()
             self._write()
 
-    def counted(self, samples: float | None, *, whole: bool) -> None:
-        """Report the samples of all workers in iterations that count; None: this worker does not know.
+    def counted(self, samples: float | None, *, whole_at: float) -> None:
+        """Report the samples of all workers in iterations that count; None: this worker cannot know.
 
-        `whole`: every iteration that counts by now is in the number.
+        `whole_at`: the time up to which the number has every iteration that counts; 0: unknown.
         """
         if self.kept:
-            self._tell_of_steps()
-            self._samples.know(samples)
-            self._tell_of_samples(whole=whole)
+            with self._telling:
+                self._tell_of_steps()
+                self._samples.know(samples)
+                self._tell_of_samples(whole_at=whole_at)
 
     def finished(self) -> None:
         """Report that the script has come to its end."""
@@ -328,16 +329,16 @@ class Records:
                 self._bus.emit(step)
                 self._samples.know(counted)
 
-    def _tell_of_samples(self, *, whole: bool = False, ends: bool = False) -> None:
+    def _tell_of_samples(self, *, whole_at: float = 0.0, ends: bool = False) -> None:
         """Make the events of the steps since the last call, and report the count of samples after them.
 
-        `whole` and `ends` are those of the event Counted.
+        `whole_at` and `ends` are fields of the event SamplesCounted.
         """
         with self._telling:
             self._tell_of_steps()
-            news = self._samples.news(whole=whole, ends=ends)
+            news = self._samples.news(whole_at=whole_at, ends=ends)
             if news is not None:
-                self.emit(events.Counted, **news)
+                self.emit(events.SamplesCounted, **news)
 
     def _open_journal(self, workers: Workers) -> None:
         by_command = os.environ.get(DIRECTORY_VARIABLE)

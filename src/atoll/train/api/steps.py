@@ -74,9 +74,8 @@ class Steps:
             self._member.stepped(state.iteration, samples, self._pace)
         if self._records.kept:
             runtime = self._runtime
-            self._records.stepped(
-                taken, samples, runtime.figures(), runtime.staleness(), runtime.counted_samples()
-            )
+            counted = prepared.reducer.consumed if prepared.counts_all else None
+            self._records.stepped(taken, samples, runtime.figures(), runtime.staleness(), counted)
 
     def _look_at_buffers(self, prepared: Prepared) -> None:
         """Warn once that each worker keeps its own buffers, under a strategy that does not share them."""

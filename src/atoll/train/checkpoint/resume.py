@@ -99,8 +99,8 @@ class TrainingState:
         schedules: the schedules that samples drive.
         iteration: the number of iterations made.
         resumed_random: this worker's loaded random state, from a load until its next step; else None.
-        loaded: the time of the latest load of a checkpoint, equal on all workers; 0: none.
-        counted_from: the samples of all workers by the latest load, or when this worker entered the run.
+        loaded: time of the latest load of a checkpoint, equal on all workers; 0: none.
+        counted_from: the samples of all workers at the latest load, or when this worker entered the run.
     """
 
     def __init__(self, place: Place, device: torch.device, buffers: Buffers = "rank 0") -> None:
@@ -220,6 +220,10 @@ class TrainingState:
             prepared.buffers.settle()
         self.iteration = state["iteration"]
         self._put_back_schedules(state)
+        self.count_from_here()
+
+    def count_from_here(self) -> None:
+        """Note the present number of samples as that with which this worker entered the run."""
         self.counted_from = self.prepared[0].reducer.consumed if self.prepared else 0.0
 
     def _put_back_schedules(self, state: Mapping[str, Any]) -> None:
@@ -511,10 +515,10 @@ def _raise_together(workers: Workers, failure: str, what: str, said: Any = None)
 
 
 def _loaded_at(state: Mapping[str, Any]) -> float:
-    """Return the time of the latest load in a captured state. Raises ValueError for no such number."""
-    loaded = float(state["loaded"])
-    if not 0.0 <= loaded < math.inf:
-        raise ValueError(f"the time of the latest load: {loaded!r}")
+    """Return the time of the latest load in a captured state. Raises KeyError or ValueError without one."""
+    loaded = state["loaded"]
+    if type(loaded) is not float or not 0.0 <= loaded < math.inf:
+        raise ValueError(f"the time of the latest load: {loaded!r:.40}")
     return loaded
 
 

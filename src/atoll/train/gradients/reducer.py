@@ -158,7 +158,8 @@ class Reducer:
         steps: the number of steps made, which is the number of the iteration under way.
         bytes_sent: the bytes of gradients that this worker has sent.
         consumed: the samples of all workers in the run so far, as far as this worker knows.
-        counted_elsewhere: that number as those who step have given it for records; it may be later.
+        counted_at_shards: the same number as the shards gave it last with the optimizer's state, for records
+            alone; 0: they have not given it.
         since_step: the contribution to the coming step, where gradients leave at the step.
         passes: the optimizers, by their places, that the script passes over: it has zeroed gradients that
             waited for them, as a GAN's loop does.
@@ -189,7 +190,7 @@ class Reducer:
         self.sends_early = True
         self.steps = 0
         self.bytes_sent = 0
-        self.consumed = self.counted_elsewhere = 0.0
+        self.consumed = self.counted_at_shards = 0.0
         self.since_step = SinceStep(calls.left)
         self.passes: set[int] = set()
         self.sum = make_sum(self, chunks)
@@ -306,7 +307,7 @@ class Reducer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.steps = state["steps"]
-        self.counted_elsewhere = 0.0  # a checkpoint may be of an earlier time
+        self.counted_at_shards = 0.0  # a checkpoint may be of an earlier time
         self.sum.load_state_dict(state)
         if self._calls.beside is not None:
             self._calls.beside.load(state, self.consumed)

@@ -158,6 +158,7 @@ class ServedEntrance:
             self._state.restore(payload if payload is not None else b"", self._worker, rank, self._fixed)
         else:
             self._state.iteration = iteration
+            self._state.count_from_here()
         if self._elastic:
             self._take_members(members)
         reach("enter.restored", iteration)

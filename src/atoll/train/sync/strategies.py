@@ -728,7 +728,7 @@ class ServedModel:
     def _handle_state_end(self, shard: int, message: AnyMessage, _payload: memoryview | None) -> None:
         assert isinstance(message, StateEnd)
         self._ended.add(shard)
-        self.exchange.counted_elsewhere = max(self.exchange.counted_elsewhere, message.consumed)
+        self.exchange.counted_at_shards = max(self.exchange.counted_at_shards, message.consumed)
 
 
 def _joined(bound: BoundChunk, held: Sequence[Mapping[str, Any]], key: str) -> Tensor:
