@@ -230,6 +230,11 @@ def test_damage_anywhere_is_one_line_and_changes_nothing(raw: bytes) -> None:
         lambda state: state["samplers"][0].update(epoch=math.inf),
         lambda state: state.update(random=[]),
         lambda state: state.update(schedulers=3),
+        lambda state: state.pop("loaded"),
+        lambda state: state.update(loaded=-1.0),
+        lambda state: state.update(loaded="7.5"),
+        lambda state: state.update(loaded=math.nan),
+        lambda state: state.update(loaded=10**400),
     ],
 )
 def test_a_state_that_is_none_is_refused_before_anything_is_changed(
