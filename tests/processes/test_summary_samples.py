@@ -106,21 +106,27 @@ def test_the_samples_of_a_killed_worker_are_counted(
 
 
 @pytest.mark.parametrize(
-    ("run", "sync"),
+    ("run", "sync", "workers"),
     [
-        ("strategy = 'ps-hra'", OF_TWELVE),
-        ("strategy = 'ps-hra'", "consistency = 'asp'"),
-        ("strategy = 'peers'", OF_TWELVE),
-        ("strategy = 'peers'", f"{OF_TWELVE}\nstale_max = 2"),
+        ("strategy = 'ps-hra'", OF_TWELVE, 3),
+        ("strategy = 'ps-hra'", "consistency = 'asp'", 3),
+        ("strategy = 'peers'", OF_TWELVE, 3),
+        ("strategy = 'peers'", f"{OF_TWELVE}\nstale_max = 2", 3),
+        ("strategy = 'server'\nsites = 2", "", 4),
+        ("strategy = 'server'\nsites = 2", "consistency = 'asp'", 4),
     ],
 )
-def test_the_samples_of_a_killed_member_are_counted(command: Command, run: str, sync: str) -> None:
-    """Of a group, or of nodes. Full batches, since a sample that fills up a batch does not count."""
-    used, err = end_of(command, run, sync, "step", WITHOUT_REST)
+def test_the_samples_of_a_killed_member_are_counted(
+    command: Command, run: str, sync: str, workers: int
+) -> None:
+    """A member of a group, a node or a site's worker; batches are full, since padding does not count."""
+    used, err = end_of(command, run, sync, "step", WITHOUT_REST, workers)
     check_summary(command, used.total(), err)
 
 
-def end_of(command: Command, run: str, sync: str, killed_at: str, length: int) -> tuple[Counter[str], str]:
+def end_of(
+    command: Command, run: str, sync: str, killed_at: str, length: int, workers: int = WORKERS
+) -> tuple[Counter[str], str]:
     """Run until worker 1 is killed and the others end.
 
     Return how often each sample was used in each epoch, and the command's lines.
@@ -128,7 +134,7 @@ def end_of(command: Command, run: str, sync: str, killed_at: str, length: int) -
     script = KILLED.replace("KILLED_AT", killed_at).replace("LENGTH", str(length))
     script = script.replace("EPOCHS", str(EPOCHS))
     script = script.replace("DEALT", BATCHES if "batch" in sync else SAMPLER)
-    process = start(command, script, f"restarts = 0\n[sync]\n{sync}\n{HUB}", run=run, workers=WORKERS)
+    process = start(command, script, f"restarts = 0\n[sync]\n{sync}\n{HUB}", run=run, workers=workers)
     _, err = process.communicate(timeout=2 * DEADLINE)
     assert process.returncode == 0, err
     assert re.search(LOST, err), err
