@@ -69,12 +69,14 @@ def main(script: str, arguments: list[str]) -> None:
     except KeyboardInterrupt as error:
         if os.getpid() != process:
             raise
+        sys.last_value = error  # as Python sets it for an error that nothing has caught
         status = 128 + signal.SIGINT
         say_end(status, "KeyboardInterrupt", "", line_of_error(error))
         sys.exit(status)
     except BaseException as error:
         if os.getpid() != process:  # the script has forked: its child's end is not the worker's
             raise
+        sys.last_value = error
         ignore_child_deaths()
         with sigterm_ignored():
             status = _fail(run, worker, file, program.is_module, error)

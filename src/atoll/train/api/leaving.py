@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Sequence
 
 from atoll.core.errors import RunError
@@ -17,6 +19,10 @@ from atoll.train.api.maskcheck import MaskCheck
 _END = (
     "the end of the session, which it reached after {} iterations (every worker must make equally many, and "
     "leave its `with` block)"
+)
+_LEFT_OPEN = (
+    "the script has ended and has not closed its session, so this worker did not wait for the others: write "
+    "`with atoll.join() as session:`, or call session.close() at the end of the script"
 )
 
 
@@ -36,6 +42,7 @@ class Leaving:
         self._runtime, self._collectives, self._masks, self._closes = runtime, collectives, masks, closes
         self._state, self._workers, self._records = runtime.state, runtime.workers, runtime.records
         self._process, self._is_over = os.getpid(), False
+        atexit.register(self._end_with_process)
 
     @property
     def has_left(self) -> bool:
@@ -105,6 +112,7 @@ class Leaving:
         if self.has_left:
             return
         self._is_over = True
+        atexit.unregister(self._end_with_process)
         with contextlib.suppress(RuntimeError):  # a failed device must not hide the first error
             self._records.read_logged()
         with contextlib.ExitStack() as ends:  # in reverse order; all run, even after an error
@@ -120,3 +128,15 @@ class Leaving:
                 ends.callback(prepared.close)
             for each in self._closes:
                 ends.callback(each)
+
+    def _end_with_process(self) -> None:
+        """Write the records of a session that the script has left open, and say so.
+
+        The script may have ended by `sys.exit` while the others train on, so this worker waits for nobody.
+        Where an error has ended the script, its line is enough.
+        """
+        if self.has_left:
+            return
+        if not self._workers.alone and getattr(sys, "last_value", None) is None:
+            self._records.warn_together("open session", _LEFT_OPEN)
+        self.leave()

@@ -68,7 +68,7 @@ class Copies:
 
 
 def _differs(value: Tensor, own: float, mean: float) -> bool:
-    """Return True if `own`, the sum of `value`, differs from the members' mean of it by more than rounding."""
+    """Return True if `own`, the sum of `value`, is off the mean of all members by more than rounding."""
     difference = abs(own - mean)
     if difference <= _ROUNDING * abs(own):  # as almost always: a norm would double the comparison's time
         return False
