@@ -81,6 +81,8 @@ def join(config: Config | str | os.PathLike[str] | None = None, *, place: Place 
         if DIRECTORY_VARIABLE in os.environ:  # `atoll run` wrote every key, and has warned itself
             given = {}
     check_configuration(config)
+    if place is not None:
+        place = place.for_session()
     if config.run.strategy == "peers":
         return _join_peers(config, place, given)
     if place is None and (config.run.strategy in SERVED or os.environ.get(HUB_VARIABLE)):
