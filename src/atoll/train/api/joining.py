@@ -64,8 +64,9 @@ def join(config: Config | str | os.PathLike[str] | None = None, *, place: Place 
 
     `config` is a Config or a file's path. By default $ATOLL_CONFIG or ./atoll.toml counts, else the defaults.
     `place` overrides the environment. Raises ConfigError for a bad configuration or environment, for one from
-    which the script has removed variables that a worker needs to find its run, and in a process that a worker
-    has started. Raises DeadlineError when the other workers do not come within `sync.timeout`.
+    which the script has removed variables that a worker needs to find its run, in a process that a worker
+    has started, and for a second session at shards (docs/how-to/cross-validation.md). Raises DeadlineError
+    when the other workers do not come within `sync.timeout`.
     """
     show_errors_as_one_line()
     line = script_line()
