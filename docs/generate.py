@@ -149,6 +149,7 @@ FACTS = {
     "shards": "the number of shards of the run that a worker joins",
     "sites": "the sites of that run",
     "cost": "whether `session.batches` is given the samples' costs",
+    "second session": "whether a session of the process in the same run has come to its end before",
     "site": "the worker's site, where the run has shards for sites",
     "nodes differ": "whether the hub introduces another number of nodes",
     "several machines": "whether a node's devices are on several machines",

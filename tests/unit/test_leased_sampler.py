@@ -630,3 +630,23 @@ def test_used_runs_are_the_fewest_in_whatever_order_they_were_used(seed: int) ->
             assert set(places) < used
             begins = sum(place - 1 not in places for place in places)
             assert len(found) == begins
+
+
+def test_the_first_lease_leaves_each_worker_a_part_of_a_short_epoch() -> None:
+    office = Office()
+    for rank in range(3):
+        assert next(iter(office.sampler(rank, 24, workers=3))) >= 0
+    assert office.asked == [8, 8, 8]
+
+
+def test_a_loop_for_which_nothing_is_left_says_so() -> None:
+    office = Office()
+    train(office, 0, office.sampler(0, 8), 4)
+    told: list[str] = []
+    late = LeasedSampler(8, lease=office.lessor(1), rank=1, empty=told.append)
+    assert list(late) == []
+    assert len(told) == 1
+    assert told[0].startswith("session.sampler: none of the 8 samples of epoch 0 were left for worker 1: ")
+    assert told[0].endswith("take dataset[0] for a look at the data")
+    assert train(office, 1, late, 4)
+    assert len(told) == 1

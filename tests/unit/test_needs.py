@@ -188,6 +188,12 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         "server`",
         "or set ATOLL_HUB=tcp://HOST:PORT (docs/several-machines.md)",
     ),
+    "second-session": (
+        chosen(SERVED, second_session=True, line="atoll.join (train.py:9)"),
+        "atoll.join (train.py:9): a second session in one run, and under strategy 'server' the shards keep",
+        "start one `atoll run` for each training (docs/how-to/cross-validation.md), or set run.strategy to "
+        "ring or peers",
+    ),
     "hierarchical-shards": (
         chosen(["run.strategy=hierarchical"], hub="tcp://h:1", shards=2),
         "strategy 'hierarchical' is a ring's, and the run at tcp://h:1 has shards",

@@ -274,6 +274,14 @@ def _of_joining() -> Iterator[Need]:
         "--strategy {run.strategy}`, or set ATOLL_HUB=tcp://HOST:PORT (docs/several-machines.md)",
     )
     yield Need(
+        "second-session",
+        join,
+        {"run.strategy": Is(*SERVED), "second session": Is(True)},
+        "{line}: a second session in one run, and under strategy {run.strategy!r} the shards keep the model, "
+        "the optimizer and the data of the first; start one `atoll run` for each training "
+        "(docs/how-to/cross-validation.md), or set run.strategy to ring or peers",
+    )
+    yield Need(
         "hierarchical-shards",
         join,
         {"run.strategy": Is("hierarchical"), "shards": Given()},

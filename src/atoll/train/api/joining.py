@@ -60,12 +60,14 @@ def join(config: Config | str | os.PathLike[str] | None = None, *, place: Place 
     """Take this process's place in the run: from torchrun's variables, or alone.
 
     With ATOLL_HUB set, or strategy `server` or `ps-hra`, the hub gives the place: in a ring if the hub's run
-    has no shards, else as a worker of its shards. torchrun's variables then only assign devices to processes.
+    has no shards, else as a worker of its shards. Under strategy `peers` the nodes are introduced to one
+    another (docs/peers.md). torchrun's variables then only assign devices to processes.
 
-    `config` is a Config or a file's path. By default $ATOLL_CONFIG or ./atoll.toml counts, else the defaults.
-    `place` overrides the environment. Raises ConfigError for a bad configuration or environment, for one from
-    which the script has removed variables that a worker needs to find its run, and in a process that a worker
-    has started. Raises DeadlineError when the other workers do not come within `sync.timeout`.
+    `config` is the path of a TOML file, or an `atoll.core.config.Config`. By default it is $ATOLL_CONFIG,
+    else ./atoll.toml, else the defaults count. `place` overrides the environment. Raises ConfigError for a
+    bad configuration or environment, for one from which the script has removed variables that a worker needs
+    to find its run, in a process that a worker has started, and for a second session at shards (docs/how-
+    to/cross-validation.md). Raises DeadlineError when the other workers do not come within `sync.timeout`.
     """
     show_errors_as_one_line()
     line = script_line()
@@ -81,6 +83,8 @@ def join(config: Config | str | os.PathLike[str] | None = None, *, place: Place 
         if DIRECTORY_VARIABLE in os.environ:  # `atoll run` wrote every key, and has warned itself
             given = {}
     check_configuration(config)
+    if place is not None:
+        place = place.for_session()
     if config.run.strategy == "peers":
         return _join_peers(config, place, given)
     if place is None and (config.run.strategy in SERVED or os.environ.get(HUB_VARIABLE)):

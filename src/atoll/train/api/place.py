@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Protocol
 
@@ -71,6 +71,16 @@ class Place:
     def name(self) -> int:
         """The number of this worker in messages. Unlike the rank, it never changes."""
         return self.name_of(self.rank)
+
+    def for_session(self) -> Place:
+        """Return this place for one more session: with keys of its own in the store.
+
+        Each worker makes equally many sessions in a store, so all find the same keys.
+        """
+        if self.store is None:
+            return self
+        number = self.store.add(f"atoll/sessions/{self.rank}", 1)
+        return replace(self, store=PrefixStore(f"atoll/session/{number}", self.store))
 
     @staticmethod
     def from_environment(timeout: float, environment: Mapping[str, str] | None = None) -> Place:

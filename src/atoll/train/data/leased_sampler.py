@@ -18,7 +18,7 @@ from atoll.train.data.order import SampleOrder
 from atoll.train.data.runs import SampleRange, cut, joined, merged, positions, without
 from atoll.wire.messages import Cut, Leased, Used
 
-FIRST_LEASE = 32  # samples in a lease until a batch has been seen
+FIRST_LEASE = 32  # the most samples in a lease until a batch has been seen
 BATCHES = 2  # in a lease: one in use, one ahead; with more, others wait longer at the end of an epoch
 _MOST_PENDING = 1000  # the most pending epochs in the state that a newcomer is given
 EPOCHS_KEPT = 4  # epochs behind the current one whose used positions a checkpoint can still name
@@ -50,6 +50,11 @@ _LATE = (
     "session.sampler: samples of epoch {} come at the beginning of epoch {}, where one batch may have "
     "samples of both: they made no whole batch, or a worker that was lost had them; each sample counts once "
     "an epoch, so leave it as it is"
+)
+_NONE_LEFT = (
+    "session.sampler: none of the {} samples of epoch {} were left for worker {}: the others have leased all "
+    "as they needed data; its loop over a loader ends at once, and next(iter(loader)) raises StopIteration; "
+    "take dataset[0] for a look at the data"
 )
 
 
@@ -86,6 +91,8 @@ class LeasedSampler(Sampler[int]):
         wait: float = 0.0,
         on_index: Callable[[LeasedSampler], None] | None = None,
         mixes: Callable[[str], None] = lambda _line: None,
+        empty: Callable[[str], None] = lambda _line: None,
+        rank: int = 0,
         shares: GroupShares | None = None,
     ) -> None:
         """Lease the samples of a dataset. Raises UserError for a dataset without a length.
@@ -94,19 +101,23 @@ class LeasedSampler(Sampler[int]):
             dataset: the dataset, or its length.
             lease: leases positions from the hub.
             number: the sampler's number among the session's.
-            workers: the expected number of workers, for `len`.
+            workers: the expected number of workers, for `len` and the first lease.
             seed: the seed of the order.
             shuffle: True to draw the order anew each epoch.
             lease_size: samples in a lease; 0: two batches of the largest size seen so far.
             wait: seconds; must exceed the hub's patience, or a death is noticed too late.
             on_index: called with the sampler before each index.
             mixes: called with a warning when samples of an earlier epoch come in the loop of a later one.
+            empty: called with a warning when a loop ends without a sample, since others have leased all.
+            rank: the worker's number, for that warning.
             shares: the parts in which a group's members take batches; None: there are no batches.
         """
         self._samples, self._hand = Samples(SampleOrder(dataset, seed, shuffle)), InHand()
-        self._leasing = Leasing(self._samples, self._hand, lease, number, lease_size, wait, shares)
         self._workers = max(1, workers)
-        self._on_index, self._mixes = on_index, mixes
+        self._leasing = Leasing(
+            self._samples, self._hand, lease, number, lease_size, wait, shares, workers=self._workers
+        )
+        self._on_index, self._mixes, self._empty, self._rank = on_index, mixes, empty, rank
         self.shuffle = shuffle
         self.given = 0
         self._batches = None if shares is None else shares.batches
@@ -357,6 +368,8 @@ class LeasedSampler(Sampler[int]):
             if not self._leasing.queue and not self._leasing.more(self._epoch, self.given, self._batch):
                 self._whole = True
                 if not continued or self.given:
+                    if not self.given and self._leasing.refused == self._epoch:
+                        self._empty(_NONE_LEFT.format(self._samples.order.length, self._epoch, self._rank))
                     return
                 # The interrupted iteration had nothing left: give the next epoch.
                 continued = False
@@ -506,6 +519,7 @@ class Leasing:
         rewinds: how often the script has gone back to an earlier epoch, in the worker's present group. In
             between epochs ascend, so the script begins each of them once.
         closed: nothing is leased of this epoch behind what is queued.
+        refused: the latest epoch of which the hub had nothing left for this worker; -1: none.
     """
 
     def __init__(
@@ -517,11 +531,15 @@ class Leasing:
         size: int,
         wait: float,
         shares: GroupShares | None,
+        *,
+        workers: int,
     ) -> None:
+        self._workers = workers
         self._samples, self._hand, self._lease = samples, hand, lease
         self._number, self._size, self._wait, self._shares = number, size, wait, shares
         self.queue: deque[SampleRange] = deque()
         self.loads = self.target = self.rewinds = 0
+        self.refused = -1
         self.pending: list[int] = []
         self.closed = False
 
@@ -594,6 +612,8 @@ class Leasing:
             leased = self._ask(epoch, given, batch, self._wait)
         if self._take(leased):
             return True
+        if self._samples.left(epoch)[0].numel():
+            self.refused = epoch
         kept = [] if leased.over and not self._may_come_back(leased) else [epoch]
         self.pending = [*(each for each in self.pending if each != epoch), *kept]
         return False
@@ -612,9 +632,11 @@ class Leasing:
         if not length:
             return Leased(sampler=self.key, epoch=epoch, start=0, stop=0, over=True)
         if self._shares is None:
-            leased = self._lease(self.key, epoch, length, self._count(given, batch), wait)
+            leased = self._lease(self.key, epoch, length, self._count(length, given, batch), wait)
         else:
-            leased = self._lease(self.key, epoch, length, BATCHES, wait, self._shares.cut(), self.rewinds)
+            # Of a short epoch no group takes all at once.
+            count = min(BATCHES, max(1, length // self._shares.whole()))
+            leased = self._lease(self.key, epoch, length, count, wait, self._shares.cut(), self.rewinds)
         if leased.stop > length:
             raise RunError(f"the hub leased samples to {leased.stop} of epoch {epoch}, which has {length}")
         return leased
@@ -636,11 +658,17 @@ class Leasing:
             self.queue.append((_filling(leased.epoch), 0, missing))
         return bool(self.queue)
 
-    def _count(self, given: int, batch: int) -> int:
-        """Return the number of samples to lease: whole batches, the rest of a batch under way included."""
+    def _count(self, length: int, given: int, batch: int) -> int:
+        """Return the number of samples to lease: whole batches, the rest of a batch under way included.
+
+        Before a batch was seen it is at most an even share of the epoch's `length` samples, so that every
+        worker has a first batch.
+        """
         if self._size:
             return self._size
-        return BATCHES * batch - given % batch if batch else FIRST_LEASE
+        if batch:
+            return BATCHES * batch - given % batch
+        return min(FIRST_LEASE, -(-length // self._workers))
 
 
 class LeasedBatches(Sampler[list[int]]):

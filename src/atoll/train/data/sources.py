@@ -373,6 +373,8 @@ class LeasedData:
             wait=self._wait,
             on_index=on_index,
             mixes=partial(self._warn_once, "late samples"),
+            empty=partial(self._warn_once, "no samples"),
+            rank=self._state.rank,
             shares=shares,
         )
         self._state.samplers.append(made)

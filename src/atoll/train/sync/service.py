@@ -18,8 +18,9 @@ from atoll.core.config import (
     Config,
     LinkOptions,
 )
-from atoll.core.errors import AtollError, PeerLostError
+from atoll.core.errors import AtollError, ConfigError, PeerLostError
 from atoll.core.heap import keep_freed_memory
+from atoll.core.scriptline import at_script_line, script_line
 from atoll.exchange.link import LOG, ShardLink
 from atoll.exchange.parties import Parties
 from atoll.net.endpoint import is_path
@@ -36,11 +37,15 @@ from atoll.train.members.hub_client import HubClient
 from atoll.train.members.peersintroduction import keys_from_environment, wished_rank
 from atoll.wire.messages import VERSION, Goodbye, Hello, Used, Welcome
 
+# The hubs of runs with shards in which a session of this process has come to its end.
+_trained_at: set[str] = set()
+
 
 def enter(config: Config) -> Service | HubRing:
     """Join the run at $ATOLL_HUB: as a worker of its shards, or in the ring of a run without shards.
 
-    Raises ConfigError if the environment or the strategy is wrong, and the errors of HubClient.
+    Raises ConfigError if the environment or the strategy is wrong, and for a second session at shards; and
+    the errors of HubClient.
     """
     address = os.environ.get(HUB_VARIABLE, "")
     if not address:
@@ -54,6 +59,22 @@ def enter(config: Config) -> Service | HubRing:
         except _RingIsOverError as error:  # the ring's workers said goodbye after this one had joined
             refused = str(error)
     raise RefusedError(refused)
+
+
+def _of_first_session(service: Service, config: Config, address: str) -> Service:
+    """Return the service. Raises ConfigError for a second session of this process in a run with shards.
+
+    A session that ended with an error may be followed by another one, which resumes. A hub at the address of
+    an earlier run's has shards that have not begun, so nobody comes late there.
+    """
+    again = address in _trained_at and service.shards.late
+    line = at_script_line("atoll.join", script_line())
+    try:
+        check("join", choices_of(service.as_joined(config), {"second session": again, "line": line}))
+    except ConfigError:
+        service.close()
+        raise
+    return service
 
 
 class _RingIsOverError(AtollError):
@@ -77,7 +98,8 @@ def _joined(config: Config, address: str, keys: Keys | None, kept: bool) -> Serv
         facts = {"hub": address, "shards": welcome.shards, "sites": ", ".join(welcome.sites)}
         check("join", choices_of(config, facts))
         if welcome.shards:
-            return Service(config, hub, address, keys, keeps_memory=kept)
+            service = Service(config, hub, address, keys, keeps_memory=kept)
+            return _of_first_session(service, config, address)
         _tell_of_torchrun(welcome.workers)
         return _ring_of(hub, address, keys, config, wish)
     except BaseException:  # the others would wait for a rank that never trains
@@ -130,6 +152,7 @@ class Service:
         self.keeps_memory = keeps_memory
         # In a run without sites' shards the hub only forms groups by the site.
         self.site = os.environ.get(SITE_VARIABLE, "") if hub.welcome.sites else ""
+        self._address = address
         self.hub, self.welcome = hub, hub.welcome
         self.rings: GroupRing | None = None
         self.mark = RoundMark()
@@ -221,6 +244,7 @@ class Service:
     def finish(self, _iteration: int) -> None:
         """Note that the session came to its end."""
         self.finished = True
+        _trained_at.add(self._address)
 
     def told_members(self, count: int) -> None:
         """Take the number of living workers."""
