@@ -66,8 +66,9 @@ def join(config: Config | str | os.PathLike[str] | None = None, *, place: Place 
     `config` is the path of a TOML file, or an `atoll.core.config.Config`. By default it is $ATOLL_CONFIG,
     else ./atoll.toml, else the defaults count. `place` overrides the environment. Raises ConfigError for a
     bad configuration or environment, for one from which the script has removed variables that a worker needs
-    to find its run, in a process that a worker has started, and for a second session at shards (docs/how-
-    to/cross-validation.md). Raises DeadlineError when the other workers do not come within `sync.timeout`.
+    to find its run, in a process that a worker has started, and for a second session at shards
+    (docs/how-to/cross-validation.md). Raises DeadlineError when the other workers do not come within
+    `sync.timeout`.
     """
     show_errors_as_one_line()
     line = script_line()
