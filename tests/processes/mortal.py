@@ -240,16 +240,19 @@ def train(
     sites: int = 0,
     tiers: bool = False,
     loads: bool = False,
+    muon: bool = False,
 ) -> dict[str, Any]:
     """What a worker ends with: parameters, the optimizer's state, each chunk's version at its shard.
 
     Its last iterations are made when all of `kills` have been. `edits`: gradients of the mean are changed.
     `tiers`: under budgets of memory, of half of the parameters. `loads`: the script changes the optimizer's
-    state before the fourth iteration.
+    state before the fourth iteration. `muon`: the model has matrices alone, which Muon steps as wholes.
     """
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(20, 60), nn.Linear(60, 60), nn.Linear(60, 30))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model = nn.Sequential(*(nn.Linear(*sizes, bias=not muon) for sizes in ((20, 60), (60, 60), (60, 30))))
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if muon:
+        optimizer = torch.optim.Muon(model.parameters(), lr=0.02)
     data = torch.randn(ITERATIONS, place.world, 3, 20, generator=torch.Generator().manual_seed(1))
     versions: dict[int, int] = {}
     with (
@@ -307,6 +310,7 @@ def train_in(
     sites: int = 0,
     tiers: bool = False,
     loads: bool = False,
+    muon: bool = False,
 ) -> list[dict[str, Any]]:
     """What each worker ends with, when all kills of this run have been."""
     with run:
@@ -320,6 +324,7 @@ def train_in(
             sites,
             tiers,
             loads,
+            muon,
         )
         results = pool.run(train, *arguments, world=workers)
         assert not run.failures

@@ -146,10 +146,11 @@ def run_with(
     lazy: bool = False,
     tiers: bool = False,
     loads: bool = False,
+    muon: bool = False,
     **options: Any,
 ) -> list[dict[str, Any]]:
     run = MortalRun(folder, 2, shards, kills, **options)
-    return train_in(run, pool, 2, consistency, lazy, tiers=tiers, loads=loads)
+    return train_in(run, pool, 2, consistency, lazy, tiers=tiers, loads=loads, muon=muon)
 
 
 def kills_at(point: str) -> list[Kill]:
