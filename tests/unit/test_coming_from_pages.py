@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = {
     "ddp": ("ddp", "from_ddp"),
     "fsdp": ("fsdp", "from_fsdp"),
-    "accelerate": ("accelerator", "from_ddp"),
+    "accelerate": ("with_accelerate", "from_ddp"),
     "deepspeed": ("zero3", "from_fsdp"),
 }
 

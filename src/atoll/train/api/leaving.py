@@ -42,7 +42,11 @@ class Leaving:
         self._runtime, self._collectives, self._masks, self._closes = runtime, collectives, masks, closes
         self._state, self._workers, self._records = runtime.state, runtime.workers, runtime.records
         self._process, self._is_over = os.getpid(), False
-        atexit.register(self._end_with_process)
+
+    def begin(self) -> None:
+        """Leave the session at the process's end if the script has not done so by then."""
+        if self._records.kept or not self._workers.alone:  # else nothing would be lost
+            atexit.register(self._end_with_process)
 
     @property
     def has_left(self) -> bool:

@@ -126,6 +126,7 @@ class Session:
         )
         self._leaving = Leaving(runtime, self._collectives, masks, [self._passes.close, self._backward.close])
         self._begin(place.world, speed, given or {})
+        self._leaving.begin()
 
     def _begin(self, world: int, speed: float, given: Mapping[str, str]) -> None:
         """Meet the other workers, and record the choices with which this one begins.
