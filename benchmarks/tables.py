@@ -639,6 +639,33 @@ def _losstime_row(case: Record) -> list[str]:
     return [case["name"], to_it, part, reached, f"{case['seconds']:.1f} s", f"{case['held_out']:.3f}"]
 
 
+def uneven(record: Record) -> str:
+    """Workers of unlike speed: the part of the sum of their speeds that each way of training uses."""
+    heads = [
+        "workers",
+        "DDP",
+        "ring, even",
+        "ring, auto",
+        "least to most",
+        "server, auto",
+        "target",
+        "over DDP",
+    ]
+    return table([*heads, "over even"], [_uneven_row(case) for case in record["cases"]])
+
+
+def _uneven_row(case: Record) -> list[str]:
+    turns, target = case["all"]["auto"], case["target"]
+    served = f"{case['server']:.3f}" if "server" in case else ""
+    goal = "none"
+    if target is not None:
+        is_met = min(case["auto"], case.get("server", 1.0)) >= target
+        goal = f"{target:.2f}: {'met' if is_met else 'missed'}"
+    used = [f"{case[kind]:.3f}" for kind in ("DDP", "even", "auto")]
+    over = [f"{case['over DDP']:.2f}x", f"{case['over even']:.3f}x"]
+    return [case["case"], *used, f"{min(turns):.3f} to {max(turns):.3f}", served, goal, *over]
+
+
 def tables(folder: Path) -> dict[str, str]:
     """Each benchmark's tables, with what ran it; those without results are left out."""
     shown = {}
@@ -660,6 +687,7 @@ def tables(folder: Path) -> dict[str, str]:
         "journal": ratios,
         "stragglers": stragglers,
         "losstime": losstime,
+        "uneven": uneven,
         "links": links,
         "udp": udp,
         "fec": fec,

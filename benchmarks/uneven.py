@@ -1,14 +1,16 @@
-"""Shares by speed, measured: workers of unlike speed in a ring, beside DistributedDataParallel.
+"""Shares by speed, measured: workers of unlike speed in a ring and at a parameter server, beside
+DistributedDataParallel.
 
     python benchmarks/uneven.py [--quick]
 
 Computing is emulated by sleeping for each sample: 5 ms at full speed, 64 samples a worker. In the same
-processes, one after the other: DistributedDataParallel with even batches, and Atoll's ring with
-`sync.shares` even and auto. What counts is the part of the workers' sum of speeds that is used: samples a
-second, over what the workers would compute together if nobody waited. Cases: equal workers; one of four at a
-quarter of the speed; one of four that shares a core with three busy processes, and computes where the others
-sleep; one of four that slows down by half in the middle, whose first ten iterations afterwards do not count;
-eight workers from 0.1 to 0.9. The first iterations, in which shares are found, do not count either.
+processes, one after the other: DistributedDataParallel with even batches, Atoll's ring with `sync.shares`
+even and auto, and in two cases a parameter server (bsp) with auto. What counts is the part of the workers'
+sum of speeds that is used: samples a second, over what the workers would compute together if nobody waited.
+Cases: equal workers; one of four at a quarter of the speed; one of four that shares a core with three busy
+processes, and computes where the others sleep; one of four that slows down by half in the middle, whose first
+ten iterations afterwards do not count; eight workers from 0.1 to 0.9. The first iterations, in which shares
+are found, do not count either.
 
 The sum of speeds counts the emulated computing alone. Forward, backward, the loader and the reduction of the
 little model, on cores that all workers share, cost some milliseconds more in each iteration, which DDP pays
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -37,15 +40,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import atoll
-from atoll.core.config import Config, Sync
+from atoll.core.config import Config, Run, Sync
 from atoll.train.api.place import Place
 from common import leave_group, measured_by, options, output_folder, recorded, write_results
+from server import Address, Servers
 
 EACH = 0.005  # seconds for a sample at full speed
 OF_WORKER = 64  # samples, on the average
 LEFT_OUT = 10  # iterations at the beginning, and after a change of speeds, that do not count
-STEPS = {"DDP": 30, "even": 30, "auto": 80}  # with even batches an iteration is as long as any other
-QUICK_STEPS = {"DDP": 24, "even": 24, "auto": 32}
+# With even batches an iteration is as long as any other.
+STEPS = {"DDP": 30, "even": 30, "auto": 80, "server": 80}
+QUICK_STEPS = {"DDP": 24, "even": 24, "auto": 32, "server": 32}
 TURNS = 3
 FEATURES = 64
 
@@ -59,6 +64,8 @@ class Case:
     speeds: tuple[float, ...]
     later: tuple[float, ...] = ()
     neighbours: int = 0
+    served: bool = False  # trained at a parameter server, too
+    target: float | None = None  # of the part of the sum of speeds that shares by speed use
 
     def speed(self, rank: int, half: int) -> float:
         """Return a worker's speed in the first half of the iterations, or in the second."""
@@ -98,10 +105,10 @@ class Case:
 
 CASES = (
     Case("equal", (1.0,) * 4),
-    Case("one at a quarter", (1.0, 1.0, 1.0, 0.25)),
-    Case("one with busy neighbours", (1.0, 1.0, 1.0, 0.25), neighbours=3),
+    Case("one at a quarter", (1.0, 1.0, 1.0, 0.25), served=True, target=0.95),
+    Case("one with busy neighbours", (1.0, 1.0, 1.0, 0.25), neighbours=3, served=True, target=0.95),
     Case("one slows down by half", (1.0,) * 4, (1.0, 1.0, 1.0, 0.5)),
-    Case("eight from 0.1 to 0.9", (0.1, 0.2, 0.3, 0.45, 0.55, 0.7, 0.8, 0.9)),
+    Case("eight from 0.1 to 0.9", (0.1, 0.2, 0.3, 0.45, 0.55, 0.7, 0.8, 0.9), target=0.93),
 )
 
 
@@ -137,6 +144,28 @@ def without_end(loader: Any) -> Iterator[Any]:
         yield from loader
 
 
+@contextlib.contextmanager
+def joined(kind: str, whole: int, name: str) -> Iterator[atoll.Session]:
+    """Within it this worker has a session: in a ring, whose keys are under `name`, or at a parameter server.
+
+    `whole`: samples in a batch of all workers.
+    """
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if kind != "server":
+        place = Place(rank, world, rank, PrefixStore(name, _get_default_store()))
+        with atoll.join(Config(sync=Sync(global_batch=whole, shares=kind)), place=place) as session:
+            yield session
+        return
+    config = Config(
+        run=Run(strategy="server"), sync=Sync(consistency="bsp", global_batch=whole, shares="auto")
+    )
+    with contextlib.ExitStack() as stack:
+        of_run: list[Address | None] = [stack.enter_context(Servers(world, 1)) if rank == 0 else None]
+        dist.broadcast_object_list(of_run)
+        assert of_run[0] is not None
+        yield stack.enter_context(of_run[0].joined(rank, config))
+
+
 def used_by(kind: str, case: Case, steps: int, turn: int) -> float:
     """Train in one of the ways."""
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -149,9 +178,7 @@ def used_by(kind: str, case: Case, steps: int, turn: int) -> float:
         part = TensorDataset(*(each[rank::world] for each in data.tensors))
         batches = without_end(DataLoader(part, batch_size=OF_WORKER))
         return train(case, steps, batches, DistributedDataParallel(module), optimizer)
-    store = PrefixStore(f"{case.name}/{kind}/{turn}", _get_default_store())
-    config = Config(sync=Sync(global_batch=whole, shares=kind))
-    with recorded(), atoll.join(config, place=Place(rank, world, rank, store)) as session:
+    with recorded(), joined(kind, whole, f"{case.name}/{kind}/{turn}") as session:
         session.prepare(module, optimizer)
         batches = without_end(DataLoader(data, batch_sampler=session.batches(data)))
         return train(case, steps, batches, module, optimizer)
@@ -165,10 +192,13 @@ def work(output: Path, quick: bool) -> None:
     for case in (case for case in CASES if len(case.speeds) == dist.get_world_size()):
         if case.neighbours and len(os.sched_getaffinity(0)) < 2:
             continue
-        measured[case.name] = {kind: [] for kind in STEPS}
+        kinds = dict(QUICK_STEPS if quick else STEPS)
+        if not case.served:
+            del kinds["server"]
+        measured[case.name] = {kind: [] for kind in kinds}
         with case.surrounded(dist.get_rank()):
             for turn in range(1 if quick else TURNS):
-                for kind, steps in (QUICK_STEPS if quick else STEPS).items():
+                for kind, steps in kinds.items():
                     dist.barrier()
                     measured[case.name][kind].append(used_by(kind, case, steps, turn))
     if dist.get_rank() == 0:
@@ -186,15 +216,55 @@ def main() -> None:
         work(given.work, given.quick)
         return
     cases: list[dict[str, Any]] = []
+    targets = {case.name: case.target for case in CASES}
     for workers in sorted({len(case.speeds) for case in CASES}):
         found = measured_by(__file__, workers, given.quick, dict[str, dict[str, list[float]]])
         for name, kinds in found.items():
-            used = {kind: sorted(values)[len(values) // 2] for kind, values in kinds.items()}
-            times = used["auto"] / used["DDP"]
-            cases.append({"case": name, **used, "over DDP": times, "all": kinds})
+            used = {kind: statistics.median(values) for kind, values in kinds.items()}
+            times = paired(kinds, "DDP")
+            case = {"case": name, **used, "over DDP": times, "over even": paired(kinds, "even")}
+            cases.append({**case, "target": targets[name], "all": kinds})
             parts = ", ".join(f"{kind} {part:.3f}" for kind, part in used.items())
             print(f"{name}: {parts} of the sum of speeds; auto is {times:.2f}x DDP", flush=True)
-    write_results("uneven", output_folder(given), cases, given.quick)
+    folder = output_folder(given)
+    write_results("uneven", folder, cases, given.quick)
+    draw(cases, folder / "uneven.png")
+
+
+def paired(kinds: dict[str, list[float]], rival: str) -> float:
+    """Return the median of auto's part over the rival's of the same turn."""
+    return statistics.median(own / its for own, its in zip(kinds["auto"], kinds[rival], strict=True))
+
+
+def draw(cases: list[dict[str, Any]], path: Path) -> None:
+    """The part of the sum of speeds that each way has used, in each case: each turn's, and the median."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = {
+        "DDP": "DDP",
+        "even": "Atoll's ring, even shares",
+        "auto": "Atoll's ring, shares by speed",
+        "server": "Atoll's server (bsp), shares by speed",
+    }
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    for number, (kind, name) in enumerate(names.items()):
+        rows = [(place, case) for place, case in enumerate(cases) if kind in case]
+        heights = [len(cases) - 1 - place + (1.5 - number) * 0.2 for place, _ in rows]
+        bars = axes.barh(heights, [case[kind] for _, case in rows], height=0.18, label=name)
+        axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
+        for height, (_, case) in zip(heights, rows, strict=True):
+            axes.plot(case["all"][kind], [height] * len(case["all"][kind]), "k.", markersize=3)
+    axes.axvline(1.0, color="#8a8a8a", linewidth=0.8, linestyle=":")
+    axes.set_yticks(range(len(cases)), [case["case"] for case in reversed(cases)])
+    axes.set_xlim(0, 1.12)
+    axes.set_xlabel("part of the sum of the workers' speeds that is used (dots: each turn)")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
 
 
 if __name__ == "__main__":
