@@ -49,7 +49,7 @@ EACH = 0.005  # seconds for a sample at full speed
 OF_WORKER = 64  # samples, on the average
 LEFT_OUT = 10  # iterations at the beginning, and after a change of speeds, that do not count
 # With even batches an iteration is as long as any other.
-STEPS = {"DDP": 30, "even": 30, "auto": 80, "server": 80}
+STEPS = {"DDP": 24, "even": 24, "auto": 80, "server": 80}
 QUICK_STEPS = {"DDP": 24, "even": 24, "auto": 32, "server": 32}
 TURNS = 3
 FEATURES = 64
