@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -19,6 +21,9 @@ from atoll.train.group.standing import Standing
 from atoll.train.members.reach import hidden_address, host_among, whereabouts
 
 _joins = itertools.count()
+# The number of this process's sessions in each store, by rank: tests have several ranks in a process.
+_sessions: WeakKeyDictionary[Store, dict[int, int]] = WeakKeyDictionary()
+_sessions_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -73,14 +78,20 @@ class Place:
         return self.name_of(self.rank)
 
     def for_session(self) -> Place:
-        """Return this place for one more session: with keys of its own in the store.
+        """Return this place for one more session of this process. The second session in a store, and each
+        later one, has keys of its own there.
 
         Each worker makes equally many sessions in a store, so all find the same keys.
         """
         if self.store is None:
             return self
-        number = self.store.add(f"atoll/sessions/{self.rank}", 1)
-        return replace(self, store=PrefixStore(f"atoll/session/{number}", self.store))
+        with _sessions_lock:
+            of_ranks = _sessions.setdefault(self.store, {})
+            earlier = of_ranks.get(self.rank, 0)
+            of_ranks[self.rank] = earlier + 1
+        if not earlier:
+            return self
+        return replace(self, store=PrefixStore(f"atoll/session/{earlier}", self.store))
 
     @staticmethod
     def from_environment(timeout: float, environment: Mapping[str, str] | None = None) -> Place:
