@@ -651,10 +651,10 @@ def uneven(record: Record) -> str:
         "target",
         "over DDP",
     ]
-    return table([*heads, "over even"], [_uneven_row(case) for case in record["cases"]])
+    return table([*heads, "over even"], [_by_speed_row(case) for case in record["cases"]])
 
 
-def _uneven_row(case: Record) -> list[str]:
+def _by_speed_row(case: Record) -> list[str]:
     turns, target = case["all"]["auto"], case["target"]
     served = f"{case['server']:.3f}" if "server" in case else ""
     goal = "none"

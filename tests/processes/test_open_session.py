@@ -20,6 +20,11 @@ for _ in range(20):
     optimizer.zero_grad()
     model(torch.ones(3, 4)).sum().backward()
     optimizer.step()
+if "no threads" in sys.argv:  # as Python 3.12 and later have it at a process's end
+    import atexit, threading
+    def refuse(_thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+    atexit.register(setattr, threading.Thread, "start", refuse)
 if "raise" in sys.argv:
     raise KeyError("a mistake")
 if "exit" in sys.argv:
@@ -28,10 +33,15 @@ if "exit" in sys.argv:
 LINE = "has not closed its session"
 
 
-@pytest.mark.parametrize("strategy", ["ring", "server", "peers"])
-def test_its_records_are_whole(command: Command, strategy: str) -> None:
-    status, _, err = command.run(SCRIPT, options=["--set", f"run.strategy={strategy}"])
+@pytest.mark.parametrize(
+    ("strategy", "how"), [("ring", ""), ("server", ""), ("peers", ""), ("ring", "no threads")]
+)
+def test_its_records_are_whole(command: Command, strategy: str, how: str) -> None:
+    status, _, err = command.run(SCRIPT, how, options=["--set", f"run.strategy={strategy}"])
     assert status == 0, err
+    assert "Traceback" not in err
+    for log in (command.directory / "run" / "logs").glob("worker-*.log"):
+        assert "Traceback" not in log.read_text()
     assert err.count(LINE) == 1
     assert (command.summary()["steps"], command.summary()["samples"]) == (20, 120.0)
 

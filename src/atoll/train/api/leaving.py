@@ -143,4 +143,5 @@ class Leaving:
             return
         if not self._workers.alone and getattr(sys, "last_value", None) is None:
             self._records.warn_together("open session", _LEFT_OPEN)
-        self.leave()
+        with contextlib.suppress(RuntimeError):  # Python 3.12 and later start no thread at a process's end
+            self.leave()
