@@ -17,6 +17,7 @@ from test_survival_ring import (
     STEPS,
     STRIKE,
     Fault,
+    assert_as_plain_torch,
     case,
     each_dies,
     let_in,
@@ -64,30 +65,11 @@ def trains(session: Session, who: int, folder: Path, *, newcomer_at: int = -1) -
     }
 
 
-def assert_as_plain_torch(results: list[dict[str, Any]]) -> None:
-    """They end alike, to the bit, and as plain PyTorch does with what counted."""
-    for result in results:
-        assert "error" not in result, result["error"]
-        assert result["parameters"] == results[0]["parameters"]
-        assert result["counted"] == results[0]["counted"][-len(result["counted"]) :]
-    model, optimizers = make_two()
-    for step, weight in enumerate(results[0]["counted"]):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        for who in members_of(weight):
-            (loss_of(model, who, step) * 2.0**who / weight).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    for ours, theirs in zip(results[0]["parameters"], model.parameters(), strict=True):
-        found = torch.tensor(ours, dtype=torch.float64)
-        torch.testing.assert_close(found, theirs.detach(), rtol=0, atol=1e-9)
-
-
 def one_dies(folder: Path, who: int, point: str) -> None:
     with case(folder, trains, Fault(who, point), groups=2 if who == 1 else None) as made:
         made.killed(who)
         results = [made.result(each) for each in range(3) if each != who]
-    assert_as_plain_torch(results)
+    assert_as_plain_torch(results, make_two, loss_of)
     assert members_of(results[0]["counted"][STRIKE - 1]) == [0, 1, 2]
     assert members_of(results[0]["counted"][-1]) == [each for each in range(3) if each != who]
 
@@ -100,7 +82,7 @@ def test_a_newcomer_gets_the_momentum(tmp_path: Path) -> None:
     with case(tmp_path / "run", partial(trains, newcomer_at=2), workers=2) as made:
         let_in(made)
         results = [made.result(each) for each in range(3)]
-    assert_as_plain_torch(results)
+    assert_as_plain_torch(results, make_two, loss_of)
     assert results[-1]["first"] > 0
     assert members_of(results[0]["counted"][-1]) == [0, 1, 2]
 

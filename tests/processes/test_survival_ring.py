@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
@@ -253,6 +253,29 @@ def plain(counted: list[float]) -> list[Tensor]:
             (loss_of(model, who, step) * 2.0**who / weight).backward()
         optimizer.step()
     return [p.detach() for p in model.parameters()]
+
+
+def assert_as_plain_torch(
+    results: list[dict[str, Any]],
+    make: Callable[[], tuple[nn.Module, Sequence[torch.optim.Optimizer]]],
+    loss_of: Callable[[nn.Module, int, int], Tensor],
+) -> None:
+    """They end alike, to the bit, and as plain PyTorch does with what counted."""
+    for result in results:
+        assert "error" not in result, result["error"]
+        assert result["parameters"] == results[0]["parameters"]
+        assert result["counted"] == results[0]["counted"][-len(result["counted"]) :]
+    model, optimizers = make()
+    for step, weight in enumerate(results[0]["counted"]):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for who in members_of(weight):
+            (loss_of(model, who, step) * 2.0**who / weight).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    for ours, theirs in zip(results[0]["parameters"], model.parameters(), strict=True):
+        found = torch.tensor(ours, dtype=torch.float64)
+        torch.testing.assert_close(found, theirs.detach(), rtol=0, atol=1e-9)
 
 
 def assert_went_on(results: list[dict[str, Any]], survivors: list[int]) -> None:

@@ -16,6 +16,7 @@ from test_survival_ring import (
     STRIKE,
     Fault,
     _seeding,
+    assert_as_plain_torch,
     case,
     each_dies,
     let_in,
@@ -43,11 +44,11 @@ class Table(nn.Module):
         return self.head(self.table(ids).tanh())
 
 
-def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+def make() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
     with _seeding:
         torch.manual_seed(0)
         net = Table()
-    return net, torch.optim.Adagrad(net.parameters(), lr=0.1)
+    return net, [torch.optim.Adagrad(net.parameters(), lr=0.1)]
 
 
 def loss_of(net: nn.Module, who: int, step: int) -> Tensor:
@@ -59,7 +60,7 @@ def loss_of(net: nn.Module, who: int, step: int) -> Tensor:
 
 def looks_up(session: Session, who: int, folder: Path, *, newcomer_at: int = -1) -> dict[str, Any]:
     """Worker r weighs 2 ** r: an iteration's sum of weights says who counted."""
-    net, optimizer = make()
+    net, [optimizer] = make()
     session.prepare(net, optimizer)
     counted, sums = [], session._state.prepared[0].reducer.sum
     first = session.resume()
@@ -82,28 +83,11 @@ def looks_up(session: Session, who: int, folder: Path, *, newcomer_at: int = -1)
     }
 
 
-def assert_as_plain_torch(results: list[dict[str, Any]]) -> None:
-    """They end alike, to the bit, and as plain PyTorch does from what counted."""
-    for result in results:
-        assert "error" not in result, result["error"]
-        assert result["parameters"] == results[0]["parameters"]
-        assert result["counted"] == results[0]["counted"][-len(result["counted"]) :]
-    net, optimizer = make()
-    for step, weight in enumerate(results[0]["counted"]):
-        optimizer.zero_grad()
-        for who in members_of(weight):
-            (loss_of(net, who, step) * 2.0**who / weight).backward()
-        optimizer.step()
-    for ours, theirs in zip(results[0]["parameters"], net.parameters(), strict=True):
-        found = torch.tensor(ours, dtype=torch.float64)
-        torch.testing.assert_close(found, theirs.detach(), rtol=0, atol=1e-9)
-
-
 def one_dies(folder: Path, who: int, point: str) -> None:
     with case(folder, looks_up, Fault(who, point), groups=2 if who == 1 else None) as made:
         made.killed(who)
         results = [made.result(each) for each in range(3) if each != who]
-    assert_as_plain_torch(results)
+    assert_as_plain_torch(results, make, loss_of)
     assert members_of(results[0]["counted"][STRIKE - 1]) == [0, 1, 2]
     assert members_of(results[0]["counted"][-1]) == [each for each in range(3) if each != who]
 
@@ -117,7 +101,7 @@ def test_the_sum_of_the_rows_itself_breaks(tmp_path: Path) -> None:
     with case(tmp_path / "run", looks_up, Fault(1, "ring.sent", nth=2)) as made:
         made.killed(1)
         results = [made.result(each) for each in (0, 2)]
-    assert_as_plain_torch(results)
+    assert_as_plain_torch(results, make, loss_of)
 
 
 @pytest.mark.parametrize("killed", [False, True])
@@ -127,7 +111,7 @@ def test_a_newcomer_sums_rows_from_its_first_iteration_on(tmp_path: Path, killed
     with case(tmp_path / "run", script, *faults, workers=2) as made:
         let_in(made)
         results = [made.result(each) for each in range(killed, 3)]
-    assert_as_plain_torch(results)
+    assert_as_plain_torch(results, make, loss_of)
     assert members_of(results[0]["counted"][STRIKE]) == [0, 1, 2]
     # All workers have to know of it first. It begins where the others expect many rows, and it does not.
     assert results[-1]["first"] == STRIKE == MANY + 1
