@@ -142,7 +142,8 @@ class WorkerPool:
             self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
         while len(self._workers) < world:
             ours, theirs = FORKSERVER.Pipe()
-            process = FORKSERVER.Process(target=_serve, args=(theirs, self._store.port), daemon=True)
+            # No daemon: a script's DataLoader starts processes of its own.
+            process = FORKSERVER.Process(target=_serve, args=(theirs, self._store.port))
             process.start()
             theirs.close()
             self._workers.append(_Worker(process, ours))

@@ -189,6 +189,45 @@ def test_a_view_outlives_its_arena() -> None:
     assert view.sum() == 8.0
 
 
+_CHILD_MAPS_THE_SAME_PLACE = """
+import ctypes, gc, os
+from atoll.memory.arena import Arena
+
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+READ_AND_WRITE, PRIVATE_AND_ANONYMOUS = 3, 0x22
+arenas = [Arena(2**20, 4096, poison=False) for _ in range(2)]
+for arena in arenas:
+    arena.keep_from_children()
+addresses = [arena.take(1).memory.data_ptr() for arena in arenas]
+garbage = [arenas[0]]
+garbage.append(garbage)  # collected in the child alone
+gc.disable()
+del arena, garbage
+arenas[:1] = []
+child = os.fork()
+if not child:
+    own = [libc.mmap(at, 2**20, READ_AND_WRITE, PRIVATE_AND_ANONYMOUS, -1, 0) for at in addresses]
+    arenas.clear()
+    gc.collect()
+    for at in own:
+        ctypes.memset(at, 1, 2**20)
+    os._exit(0 if own == addresses else 9)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.check
+@pytest.mark.skipif(sys.platform != "linux", reason="needs MADV_DONTFORK")
+def test_a_forked_process_unmaps_no_memory_of_its_own_with_an_arena_that_it_did_not_get() -> None:
+    """A DataLoader's process maps shared memory where the parent has an arena, and then collects garbage."""
+    run = subprocess.run(
+        [sys.executable, "-c", _CHILD_MAPS_THE_SAME_PLACE], capture_output=True, text=True, timeout=120
+    )
+    assert run.stdout.strip() == "0", run.stderr
+
+
 _ONE_ALLOCATION = """
 import resource
 from pathlib import Path

@@ -26,6 +26,17 @@ ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
 POISON_VARIABLE = "ATOLL_POISON"
 _POISON = 0xFF  # in each byte: a NaN in every floating dtype, -1 in every signed one
 
+_kept: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()  # memory that forked processes do not get
+_of_parent: list[mmap.mmap] = []
+
+
+def _leave_to_parent() -> None:
+    """In a forked process, never unmap memory that it did not get: its own may lie at the same addresses."""
+    _of_parent.extend(_kept)
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
 
 def exactly(nbytes: int) -> str:
     """Return a budget for people, to the byte, as a rounded one may be too little."""
@@ -261,3 +272,4 @@ class Arena:
         """
         if self._mapping is not None:
             self._mapping.madvise(mmap.MADV_DONTFORK)
+            _kept.add(self._mapping)

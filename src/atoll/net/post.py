@@ -114,4 +114,6 @@ class Post:
         for each in self._descriptors:
             os.close(each)
         self._descriptors = []
+        with contextlib.suppress(OSError):  # the other end is gone
+            self._link.shutdown(socket.SHUT_RDWR)  # a forked process may hold a copy (a DataLoader's)
         self._link.close()
