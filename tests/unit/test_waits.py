@@ -188,6 +188,7 @@ REVIEWED: dict[str, str] = {
     "net/endpoint.py: _rest_of_greeting: link.recv(left)": _PROBE,
     "net/fetches.py: FetchService.close: link.shutdown(socket.SHUT_RDWR)": "it does not wait",
     "net/fetches.py: FetchService._send_away: stranger.shutdown(socket.SHUT_RDWR)": "it does not wait",
+    "net/post.py: Post.close: self._link.shutdown(socket.SHUT_RDWR)": "it does not wait",
     "net/fetches.py: FetchService._accept: self._listener.accept()": _SLICES,
     "net/fetches.py: FetchService._accept: self._over.wait(_SLICE_SECONDS), again and again": _SLICES,
     "net/fetches.py: FetchService._next_head: link.recv(FETCH_BYTES)": (

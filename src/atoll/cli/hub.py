@@ -8,7 +8,8 @@ from __future__ import annotations
 import sys
 
 from atoll.cli.scores import score_for
+from atoll.core.stopping import exit_quickly
 from atoll.launch.service import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], score_for))
+    exit_quickly(main(sys.argv[1:], score_for))

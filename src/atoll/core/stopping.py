@@ -1,12 +1,15 @@
-"""SIGTERM and SIGINT as the request that a service stop."""
+"""The end of a service: SIGTERM and SIGINT as the request that it stop, and a quick exit."""
 
 from __future__ import annotations
 
+import gc
 import signal
+import sys
 import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import NoReturn
 
 
 @contextmanager
@@ -32,3 +35,10 @@ def told_to_stop(
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
+
+
+def exit_quickly(status: int) -> NoReturn:
+    """End the process with `status`, without Python's last collections of garbage, which take a second with
+    torch imported. Exit handlers run."""
+    gc.freeze()
+    sys.exit(status)

@@ -16,6 +16,7 @@ import time
 from atoll.core.awaited import show_stack_on_signal
 from atoll.core.errors import AtollError
 from atoll.core.heap import keep_freed_memory
+from atoll.core.stopping import exit_quickly
 from atoll.net.post import Post, PostClosedError
 from atoll.wire.device import Failed
 
@@ -88,4 +89,4 @@ def _last_word(post: Post, error: str, reason: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_quickly(main(sys.argv[1:]))

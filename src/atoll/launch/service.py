@@ -28,6 +28,7 @@ from atoll.core.events import NO_WORKER, Ended
 from atoll.core.heap import keep_freed_memory
 from atoll.core.options import from_argument
 from atoll.core.runclock import record_time
+from atoll.core.stopping import exit_quickly
 from atoll.core.texts import one_line, shortened
 from atoll.hub.options import HubOptions
 from atoll.launch.parts import called
@@ -115,4 +116,4 @@ def _listen(name: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_quickly(main(sys.argv[1:]))
