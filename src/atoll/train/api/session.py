@@ -43,7 +43,7 @@ from atoll.train.api.scriptmodel import Given
 from atoll.train.api.speed import Stretch, speed_from
 from atoll.train.api.steps import Steps
 from atoll.train.checkpoint.resume import Stateful
-from atoll.train.data.batches import OtherBatches, SampledBatches
+from atoll.train.data.batches import SampledBatches
 from atoll.train.data.costs import UNLIKE_COSTS, Costs, batch_of
 from atoll.train.data.epochs import epoch_of
 from atoll.train.data.leased_sampler import LeasedBatches, LeasedSampler
@@ -238,11 +238,12 @@ class Session:
         known = self._models.check_new(model, optimizers, name)
         former, runtime, before = self._models.place(known), self._runtime, self._state.prepared
         number = len(before) if former is None else before.index(former)
+        batches = self._batches.another() if before and known is None else self._batches
         new = Given(
             model,
             optimizers,
             origin=origin_of(model, name) if known is None else known.origin,
-            batches=OtherBatches(self._passes) if before else self._batches,
+            batches=batches if known is None else known.given.batches,
             memory=memory,
             step=step,
             bf16=bf16,

@@ -13,7 +13,7 @@ from torch.utils.data import Sampler
 from atoll.core.errors import CheckpointError, RunError
 from atoll.store.ranges import Ranges
 from atoll.train.data.given import Given, GivenIndices
-from atoll.train.data.groupshares import GroupShares
+from atoll.train.data.groupshares import GroupShares, MemberBatches
 from atoll.train.data.order import SampleOrder
 from atoll.train.data.runs import SampleRange, cut, joined, merged, positions, without
 from atoll.wire.messages import Cut, Leased, Used
@@ -94,6 +94,7 @@ class LeasedSampler(Sampler[int]):
         empty: Callable[[str], None] = lambda _line: None,
         rank: int = 0,
         shares: GroupShares | None = None,
+        in_batches: bool = False,
     ) -> None:
         """Lease the samples of a dataset. Raises UserError for a dataset without a length.
 
@@ -110,7 +111,8 @@ class LeasedSampler(Sampler[int]):
             mixes: called with a warning when samples of an earlier epoch come in the loop of a later one.
             empty: called with a warning when a loop ends without a sample, since others have leased all.
             rank: the worker's number, for that warning.
-            shares: the parts in which a group's members take batches; None: there are no batches.
+            shares: the parts in which a group's members take batches; None: there are no batches of a group.
+            in_batches: True if LeasedBatches makes batches of the indices.
         """
         self._samples, self._hand = Samples(SampleOrder(dataset, seed, shuffle)), InHand()
         self._workers = max(1, workers)
@@ -121,7 +123,9 @@ class LeasedSampler(Sampler[int]):
         self.shuffle = shuffle
         self.given = 0
         self._batches = None if shares is None else shares.batches
-        self._taken: Given = self._batches or GivenIndices()
+        made = MemberBatches() if self._batches is None and in_batches else self._batches
+        self._made = made  # the batches that are made of the indices; None: the script's loader makes them
+        self._taken: Given = made or GivenIndices()
         self._reported = 0  # the number of consumed samples that `used` has returned
         self._batch = 0  # the most samples that were consumed at once
         self._epoch = 0
@@ -233,6 +237,11 @@ class LeasedSampler(Sampler[int]):
         self._batch = max(self._batch, int(samples))
         self._taken.count(samples, self.given)
         return samples - filled
+
+    def give_batch(self, size: int) -> None:
+        """Record that `size` of the given indices make a batch."""
+        if self._made is not None:
+            self._made.give(size)
 
     def next_sizes(self) -> set[float]:
         """Return the possible sizes of the next batch; see DealtSampler."""
@@ -693,11 +702,6 @@ class LeasedBatches(Sampler[list[int]]):
         self.sampler, self._size, self._shares, self._was_left = sampler, size, shares, was_left
 
     @property
-    def knows_sizes(self) -> bool:
-        """True if the sampler knows the size of each batch that was given, as a group's member does."""
-        return self._shares is not None
-
-    @property
     def epoch(self) -> int:
         """The sampler's epoch."""
         return self.sampler.epoch
@@ -716,8 +720,7 @@ class LeasedBatches(Sampler[list[int]]):
         for first in indices:  # only with it may more be leased, whose batches have known sizes
             size = batches.ahead.popleft() if batches is not None and batches.ahead else self._size()
             batch = [first, *islice(indices, size - 1)]
-            if batches is not None:
-                batches.give(len(batch))
+            self.sampler.give_batch(len(batch))
             yield batch
 
     def __len__(self) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,6 +25,25 @@ from atoll.tensors.torch_patches import watch_loaders
 from atoll.train.data.leased_sampler import LeasedBatches
 
 _VARIABLES = ("epoch", "epoch_idx", "epoch_index")
+
+
+@dataclass
+class _Reached:
+    """How far backwards have come in a pass: the batches that they have reached whole, and the samples of the
+    next one that they have reached."""
+
+    batches: int = 0
+    part: float = 0.0
+
+    def reach(self, samples: float, size: float, given: int) -> float:
+        """Add samples of the next batches, of this size, of which so many are given; return the number
+        added."""
+        new = min(samples, (given - self.batches) * size - self.part)
+        if new <= 0:
+            return 0.0
+        whole, self.part = divmod(self.part + new, size)
+        self.batches += int(whole)
+        return new
 
 
 @dataclass
@@ -51,30 +70,49 @@ class _Pass:
     size: float = 0.0
     share: float = 1.0
     is_ahead: bool = False
-    _used: int = 0  # batches that backwards have reached whole
-    _reached: float = 0.0  # samples of the next batch that they have reached
+    _any: _Reached = field(default_factory=_Reached)  # by backwards of any model
+    _first: _Reached | None = None  # by those of the first model; None: no other model counts
+
+    @property
+    def is_shared(self) -> bool:
+        """True if models other than the first have counted samples of this pass."""
+        return self._first is not None
 
     def reach(self, samples: float, sizes: Collection[float]) -> float:
         """Record that a backward reaches a forward of `samples` samples; return how many of these it reaches
         for the first time. That is 0 if all batches that the loop gave were reached before: a script may call
-        its model several times for one batch.
+        its model several times for one batch. Backwards are those of the first model.
 
         `sizes`: the possible sizes of the next batch. A forward may have a part of a batch, or several.
         """
-        left = self.given - self._used
+        return self._reach(self._first or self._any, samples, sizes)
+
+    def use(self, samples: float, sizes: Collection[float], *, by_first: bool) -> float:
+        """Record the same of any model: return how many samples no backward had reached before.
+
+        `by_first`: it is a backward of the first model. In a pass that is not shared yet it counts for both.
+        """
+        if self._first is None and not by_first:
+            self._first = replace(self._any)
+        return self._reach(self._any, samples, sizes)
+
+    def next_sizes(self, sizes: set[float]) -> set[float]:
+        """Return the possible sizes of the next batch that the first model reaches. `sizes` are those of the
+        next batch that no model has reached."""
+        first, most = self._first, self._any
+        lags = first is not None and (first.batches, first.part) < (most.batches, most.part)
+        return {self.size} if lags else sizes
+
+    def _reach(self, reached: _Reached, samples: float, sizes: Collection[float]) -> float:
+        left = self.given - reached.batches
         if left <= 0 or samples <= 0:
             return 0.0
         self.is_ahead = self.is_ahead or left > 1
         if self.batch_size and sizes:
             # The sampler gives indices, and counts those of a batch that are left.
-            sizes = [float(min(self.batch_size, max(sizes) + self._reached))]
+            sizes = [float(min(self.batch_size, max(sizes) + reached.part))]
         self.size = samples if samples in sizes else min(sizes, default=samples)
-        new = min(samples, left * self.size - self._reached)
-        if new <= 0:
-            return 0.0
-        whole, self._reached = divmod(self._reached + new, self.size)
-        self._used += int(whole)
-        return new
+        return reached.reach(samples, self.size, self.given)
 
 
 class Passes:
@@ -144,9 +182,7 @@ class Passes:
         if loader.batch_size is None and type(loader.batch_sampler) is BatchSampler:  # the script's own
             this.batch_size = loader.batch_sampler.batch_size
             samplers.append(loader.batch_sampler.sampler)
-        samplers += [
-            each.sampler for each in samplers if isinstance(each, LeasedBatches) and each.knows_sizes
-        ]
+        samplers += [each.sampler for each in samplers if isinstance(each, LeasedBatches)]
         for sampler in samplers:
             with contextlib.suppress(TypeError):  # a list, say, which is no key
                 self._dealt[sampler] = this

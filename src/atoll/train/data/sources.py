@@ -356,10 +356,16 @@ class LeasedData:
         self._in_group = in_group
 
     def sampler(self, dataset: Sized, order: Arguments, on_index: OnIndex) -> LeasedSampler:
-        return self._sampler(dataset, order, on_index, None)
+        return self._sampler(dataset, order, on_index, None, in_batches=False)
 
     def _sampler(
-        self, dataset: Sized, order: Arguments, on_index: OnIndex, shares: GroupShares | None
+        self,
+        dataset: Sized,
+        order: Arguments,
+        on_index: OnIndex,
+        shares: GroupShares | None,
+        *,
+        in_batches: bool,
     ) -> LeasedSampler:
         facts = {"call": "session.sampler", "data": "leased", "drop_last": order["drop_last"]}
         check("call", Choices(facts))
@@ -376,6 +382,7 @@ class LeasedData:
             empty=partial(self._warn_once, "no samples"),
             rank=self._state.rank,
             shares=shares,
+            in_batches=in_batches,
         )
         self._state.samplers.append(made)
         self._samplers.append(made)
@@ -395,7 +402,7 @@ class LeasedData:
         check("call", Choices({"call": "session.batches", "data": "leased", "cost": costs is not None}))
         fill = partial(_fill_for, self._state)
         shares = None if self._in_group is None else self._in_group(whole, fill)
-        leased = self._sampler(dataset, order, on_index, shares)
+        leased = self._sampler(dataset, order, on_index, shares, in_batches=True)
         return LeasedBatches(leased, partial(self._size, whole), shares, was_left)
 
     def _size(self, whole: int) -> int:
