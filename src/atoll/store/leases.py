@@ -42,12 +42,15 @@ class LeasesState(msgspec.Struct, forbid_unknown_fields=True):
     """The state of `Leases`.
 
     Attributes:
-        epochs: epochs by sampler and number.
+        epochs: epochs by sampler and number, of which positions are not used.
+        finished: the numbers of the epochs of which all positions are used, by sampler and length. As ranges
+            they stay few, however many epochs there are.
         fenced: the highest fenced incarnation of each worker.
         answered: the latest answer to a numbered request, by incarnation.
     """
 
     epochs: dict[tuple[int, int], Epoch] = {}
+    finished: dict[int, dict[int, Ranges]] = {}
     fenced: dict[int, int] = {}
     answered: dict[int, Leased] = {}
 
@@ -67,6 +70,12 @@ class Leases:
         self.state = LeasesState()
         self.changes = 0
 
+    def restore(self, state: LeasesState) -> None:
+        """Take over a state. One of an earlier version keeps finished epochs whole."""
+        self.state = state
+        for key in list(state.epochs):
+            self._finish(key)
+
     def handle_lease(self, worker: int, incarnation: int, lease: Lease, patient: bool = True) -> Leased:
         """Lease up to `lease.count` free positions in one run, or none.
 
@@ -85,11 +94,15 @@ class Leases:
         """
         if incarnation <= self.state.fenced.get(worker, 0):
             raise UserError(f"worker {worker} of incarnation {incarnation} is fenced, and gets no samples")
+        finished = self._length_of_finished(lease.sampler, lease.epoch)
         epoch = self.state.epochs.get((lease.sampler, lease.epoch))
         if epoch is None:
-            epoch = self.state.epochs[lease.sampler, lease.epoch] = Epoch(lease.length)
-            epoch.free.add(0, lease.length)
-            self.changes += 1
+            epoch = Epoch(lease.length if finished is None else finished)
+            if finished is None:
+                self.state.epochs[lease.sampler, lease.epoch] = epoch
+                epoch.free.add(0, lease.length)
+                self.changes += 1
+                self._finish((lease.sampler, lease.epoch))  # one of no samples
         if epoch.length != lease.length:
             raise UserError(
                 f"worker {worker} has {lease.length} samples in epoch {lease.epoch}, others have "
@@ -130,6 +143,7 @@ class Leases:
             for start, stop in held.overlap(part.start, part.stop):
                 held.remove(start, stop)
                 epoch.used.add(start, stop)
+            self._finish((part.sampler, part.epoch))
 
     def handle_moved(self, old: Key, new: Key, held: Iterable[Used]) -> None:
         """Move leases from `old` to `new`, for positions that the worker of `new` was given and has not used.
@@ -183,9 +197,27 @@ class Leases:
         """Return an epoch's progress; all zero if no worker has asked for it."""
         state = self.state.epochs.get((sampler, epoch))
         if state is None:
-            return Progress(0, 0, 0)
+            return Progress(self._length_of_finished(sampler, epoch) or 0, 0, 0)
         leased = sum(len(held) for held in state.leased.values())
         return Progress(len(state.used), leased, len(state.free))
+
+    def _finish(self, key: tuple[int, int]) -> None:
+        """Keep nothing but the length of an epoch of which all positions are used. Every request for it has
+        one answer: it is over."""
+        epoch = self.state.epochs[key]
+        if epoch.free or any(epoch.leased.values()):
+            return
+        sampler, number = key
+        of_length = self.state.finished.setdefault(sampler, {})
+        of_length.setdefault(epoch.length, Ranges()).add(number, number + 1)
+        del self.state.epochs[key]
+
+    def _length_of_finished(self, sampler: int, epoch: int) -> int | None:
+        """Return the length of an epoch of which all positions are used; None: it is not one."""
+        for length, numbers in self.state.finished.get(sampler, {}).items():
+            if numbers.overlap(epoch, epoch + 1):
+                return length
+        return None
 
 
 def _leased(lease: Lease, start: int, stop: int, over: bool = False) -> Leased:
