@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from atoll.train.data.batches import OtherBatches, SampledBatches
 from atoll.train.data.leased_sampler import LeasedBatches, LeasedSampler
 from atoll.train.data.passes import Passes
 from atoll.train.gradients.samples import SeenSamples
-from atoll.wire.messages import Cut, Lease, Leased
+from atoll.wire.messages import Cut, Lease, Leased, Used
 
 SAMPLES, BATCH = 22, 4
 
@@ -78,8 +78,11 @@ class Worker:
         wait: float,
         cut: Cut | None = None,
         rewinds: int = 0,
+        returned: Sequence[Used] = (),
+        *,
+        idle: bool = False,
     ) -> Leased:
-        del wait, cut, rewinds
+        del wait, cut, rewinds, returned, idle
         lease = Lease(incarnation=1, sampler=sampler, epoch=epoch, length=length, count=count)
         return self._leases.handle_lease(0, 1, lease)
 

@@ -66,6 +66,7 @@ ALLOWED = {
     ],
     "values, where another class has an attribute of that name that acts": [
         "exchange/feedback.py: Feedback.restore: self._residuals[chunk].values",
+        "hub/book.py: Book.restore: self.leases.state",
         "hub/groups.py: Groups.restore: self._formation.state",
         "hub/journal.py: HubJournal.__init__: self._file.end",
         "hub/placement.py: Placement.restore: self._planner.sites",

@@ -7,7 +7,7 @@ import itertools
 import json
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -23,7 +23,7 @@ from atoll.train.data.moredata import MoreData
 from atoll.train.data.order import SampleOrder
 from atoll.train.data.owndata import OwnData
 from atoll.train.data.sampler import ShardedSampler
-from atoll.wire.messages import Lease, Leased
+from atoll.wire.messages import Lease, Leased, Used
 
 
 class Office:
@@ -36,9 +36,26 @@ class Office:
         self.everything: dict[int, list[Any]] = {}  # rank -> what its commits used
 
     def lessor(self, rank: int) -> Any:
-        def lease(sampler: int, epoch: int, length: int, count: int, wait: float) -> Leased:
+        def lease(
+            sampler: int,
+            epoch: int,
+            length: int,
+            count: int,
+            wait: float,
+            returned: Sequence[Used] = (),
+            *,
+            idle: bool = False,
+        ) -> Leased:
             self.asked.append(count)
-            request = Lease(incarnation=rank + 1, sampler=sampler, epoch=epoch, length=length, count=count)
+            request = Lease(
+                incarnation=rank + 1,
+                sampler=sampler,
+                epoch=epoch,
+                length=length,
+                count=count,
+                returned=list(returned),
+                idle=idle,
+            )
             return self.leases.handle_lease(rank, rank + 1, request)
 
         return lease

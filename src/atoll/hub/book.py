@@ -361,7 +361,7 @@ class Book:
     def restore(self, now: float, state: BookState) -> None:
         """Take over a state."""
         self.members.restore(now, state.members)
-        self.leases.restore(state.leases)
+        self.leases.state = state.leases
         self._site_of = dict(state.site_of)
         self._site_by_incarnation = {known: site for (_, known), site in self._site_of.items()}
         self.fences.clear()

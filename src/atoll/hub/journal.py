@@ -22,7 +22,7 @@ from atoll.logs.logfile import DamagedLogError, LogFile, open_locked, replay
 FILE = "hub.journal"  # in the hub's directory
 SHARD_FILE = "shard.json"  # in a shard's directory
 _FORSAKEN = f"{FILE}.incomplete"  # the journal's name while it lacks its latest records
-KIND = Kind(b"ATH4", 2**30, "hub's journal")
+KIND = Kind(b"ATH5", 2**30, "hub's journal")
 _COMPACT_BYTES = 2**20  # bytes since the last compact state; also at least that state's size
 
 

@@ -29,6 +29,7 @@ class Epoch(msgspec.Struct, forbid_unknown_fields=True):
 
     Attributes:
         waiting: the incarnations whose latest request found nothing, and which wait for more.
+        idle: the incarnations that make no step with what they hold, as their latest request says.
     """
 
     length: int
@@ -36,6 +37,7 @@ class Epoch(msgspec.Struct, forbid_unknown_fields=True):
     used: Ranges = msgspec.field(default_factory=Ranges)
     leased: dict[Key, Ranges] = {}
     waiting: set[Key] = set()
+    idle: set[Key] = set()
 
 
 class LeasesState(msgspec.Struct, forbid_unknown_fields=True):
@@ -63,18 +65,12 @@ class Leases:
     are leased again soon.
 
     Attributes:
-        changes: grows with each new epoch, lease or wait, which a journal has to know.
+        changes: grows with each new epoch, lease, return or wait, which a journal has to know.
     """
 
     def __init__(self) -> None:
         self.state = LeasesState()
         self.changes = 0
-
-    def restore(self, state: LeasesState) -> None:
-        """Take over a state. One of an earlier version keeps finished epochs whole."""
-        self.state = state
-        for key in list(state.epochs):
-            self._finish(key)
 
     def handle_lease(self, worker: int, incarnation: int, lease: Lease, patient: bool = True) -> Leased:
         """Lease up to `lease.count` free positions in one run, or none.
@@ -82,9 +78,11 @@ class Leases:
         If there are none and the answer is `over`, all are used, or leased to this incarnation itself. If
         there are none and it is not `over`, other incarnations hold some and may fail: ask again. If every
         other holder waits too, the answer is `over` nevertheless: otherwise each could hold back a part of a
-        batch until it knows whether more comes.
+        batch until it knows whether more comes. Nobody waits for an idle holder: in an evaluation nobody
+        commits.
 
-        A request with the number of the incarnation's latest one gets the same answer again.
+        A request with the number of the incarnation's latest one gets the same answer again. Positions that
+        the worker gives back are free first.
 
         Args:
             patient: False never waits for others; positions that come back later stay free for those who
@@ -111,6 +109,11 @@ class Leases:
         latest = self.state.answered.get(incarnation)
         if lease.number and latest is not None and latest.number == lease.number:
             return latest
+        for part in lease.returned:
+            self._return((worker, incarnation), part)
+        if lease.idle != ((worker, incarnation) in epoch.idle):
+            (epoch.idle.add if lease.idle else epoch.idle.discard)((worker, incarnation))
+            self.changes += finished is None
         waited = (worker, incarnation) in epoch.waiting
         leased = self._lease(epoch, (worker, incarnation), lease, patient)
         if leased.start < leased.stop or waited != ((worker, incarnation) in epoch.waiting):
@@ -126,8 +129,9 @@ class Leases:
             epoch.leased.setdefault(key, Ranges()).add(start, stop)
             return _leased(lease, start, stop)
         others = {holder for holder, held in epoch.leased.items() if held and holder != key}
-        deadlocked = bool(epoch.leased.get(key)) and others <= epoch.waiting
-        over = not others or not patient or deadlocked
+        awaited = others - epoch.idle
+        deadlocked = bool(epoch.leased.get(key)) and awaited <= epoch.waiting
+        over = not awaited or not patient or deadlocked
         if not over:
             epoch.waiting.add(key)
         return msgspec.structs.replace(_leased(lease, 0, 0, over), held=over and bool(others))
@@ -177,6 +181,7 @@ class Leases:
         returned = 0
         for (sampler, number), epoch in self.state.epochs.items():
             epoch.waiting.discard((worker, incarnation))
+            epoch.idle.discard((worker, incarnation))
             held = epoch.leased.pop((worker, incarnation), Ranges())
             kept = Ranges()
             for part in used if not final else ():
@@ -200,6 +205,17 @@ class Leases:
             return Progress(self._length_of_finished(sampler, epoch) or 0, 0, 0)
         leased = sum(len(held) for held in state.leased.values())
         return Progress(len(state.used), leased, len(state.free))
+
+    def _return(self, key: Key, part: Used) -> None:
+        """Free positions that `key` gives back, as far as they are leased to it."""
+        epoch = self.state.epochs.get((part.sampler, part.epoch))
+        held = epoch.leased.get(key) if epoch is not None else None
+        if epoch is None or held is None:
+            return
+        for start, stop in held.overlap(part.start, part.stop):
+            held.remove(start, stop)
+            epoch.free.add(start, stop)
+            self.changes += 1
 
     def _finish(self, key: tuple[int, int]) -> None:
         """Keep nothing but the length of an epoch of which all positions are used. Every request for it has

@@ -13,7 +13,7 @@ from msgspec import Meta
 from atoll.core.decoding import decoded
 from atoll.core.errors import AtollError
 
-VERSION = 26  # of the protocol; both sides must have the same
+VERSION = 27  # of the protocol; both sides must have the same
 GUEST = "guest"  # the role of a sender that only asks which run this is; a shard's process gives its index
 MOST_AHEAD = 2**20  # how far an incarnation may be beyond the highest known one: incarnations are counted
 HEADER_BYTES = 2**26  # the largest header: a layout of a hundred thousand parameters

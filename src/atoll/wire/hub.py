@@ -139,6 +139,12 @@ class Lease(Message, frozen=True):
 
     With `cut`, members take these parts of the block's batches, and `count` is the number of batches. The
     member that asks first decides for all.
+
+    `returned` are positions that were leased to the worker, and that it gives back unused: its script has
+    left their epoch. They are free before this request is answered.
+
+    `idle`: the worker is in a loop without steps, such as an evaluation. Nobody waits for what it holds of
+    the epoch.
     """
 
     incarnation: Count
@@ -151,6 +157,8 @@ class Lease(Message, frozen=True):
     block: Count = 0
     patient: bool = False
     cut: Cut | None = None
+    returned: list[Used] = []
+    idle: bool = False
 
 
 class Leased(Message, frozen=True):

@@ -392,7 +392,7 @@ class Session:
         calls this with equal arguments; under strategy `peers` unequal ones raise UserError.
         """
         order = {"seed": seed, "shuffle": shuffle, "drop_last": drop_last}
-        return self._runtime.source.sampler(dataset, order, self._batches.given_by)
+        return self._runtime.source.sampler(dataset, order, self._batches)
 
     def batches(
         self,
@@ -422,8 +422,8 @@ class Session:
         costs = None if cost is None else Costs(cost, dataset)
         whole = batch_of(self.config.sync, costs)
         order = {"seed": seed, "shuffle": shuffle, "drop_last": drop_last}
-        given_by, was_left = self._batches.given_by, self._passes.was_left
-        made = self._runtime.source.batches(dataset, whole, ahead, order, given_by, was_left, costs)
+        was_left = self._passes.was_left
+        made = self._runtime.source.batches(dataset, whole, ahead, order, self._batches, was_left, costs)
         if costs is not None and not self._collectives.are_alike("session.batches", costs.digest):
             raise UserError(UNLIKE_COSTS)
         return made

@@ -41,6 +41,12 @@ class SampledBatches:
             # A DataLoader draws a random number when it starts; an uninterrupted run drew it long ago.
             self._state.restore_random_once()
 
+    def taken(self, sampler: LeasedSampler, /) -> tuple[object | None, int]:
+        """Return the latest loop over a DataLoader that has this sampler (None: none has it), and the number
+        of batches that the loop has handed to the script."""
+        latest = self._passes.over(sampler)
+        return latest, 0 if latest is None else latest.given
+
     def expected(self) -> set[float]:
         """Return the possible sizes of the next batch, as far as its sampler knows."""
         return self._sampling.next_sizes() if self._sampling is not None else set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import islice
@@ -11,6 +12,7 @@ import torch
 from torch.utils.data import Sampler
 
 from atoll.core.errors import CheckpointError, RunError
+from atoll.core.scriptline import script_line
 from atoll.store.ranges import Ranges
 from atoll.train.data.given import Given, GivenIndices
 from atoll.train.data.groupshares import GroupShares, MemberBatches
@@ -32,7 +34,8 @@ ByEpoch: TypeAlias = dict[int, Ranges]  # positions of epochs' whole orders
 class Lessor(Protocol):
     """Signature of `Leases.lease`: lease up to `count` positions of an epoch of `length` samples, within
     `wait` seconds. With `cut`, `count` batches in these parts; then `rewinds` says how often the script has
-    gone back to an earlier epoch."""
+    gone back to an earlier epoch. `returned`: leased positions that are given back first. `idle`: the worker
+    is in a loop without steps."""
 
     def __call__(
         self,
@@ -43,13 +46,28 @@ class Lessor(Protocol):
         wait: float,
         cut: Cut | None = None,
         rewinds: int = 0,
+        returned: Sequence[Used] = (),
+        *,
+        idle: bool = False,
     ) -> Leased: ...
+
+
+class Taken(Protocol):
+    """Signature of `SampledBatches.taken`: return the latest loop over a DataLoader that has this sampler
+    (None: none has it), and the number of batches that the loop has handed to the script."""
+
+    def __call__(self, sampler: LeasedSampler, /) -> tuple[object | None, int]: ...
 
 
 _LATE = (
     "session.sampler: samples of epoch {} come at the beginning of epoch {}, where one batch may have "
     "samples of both: they made no whole batch, or a worker that was lost had them; each sample counts once "
     "an epoch, so leave it as it is"
+)
+_WAITED = (
+    "session.sampler: worker {} waited {:.0f} s{} at the end of epoch {} for samples that other workers were "
+    "given and made no step with; if this is an evaluation, put its loop under torch.no_grad(); if some "
+    "batches are left out on purpose, leave it as it is"
 )
 _NONE_LEFT = (
     "session.sampler: none of the {} samples of epoch {} were left for worker {}: the others have leased all "
@@ -67,9 +85,10 @@ class LeasedSampler(Sampler[int]):
     worker knows beforehand how many samples it gets.
 
     When nothing is left to lease but others hold unused positions, a worker waits up to `wait` seconds, since
-    a holder may die. It does not wait for workers that wait too. Then its iteration ends, and positions of
-    that epoch that come back are dealt first in the next one. In `ssp`, and at a site, `wait` must be 0:
-    others may wait for this worker to go on.
+    a holder may die. It does not wait for workers that wait too. Nor does it in a loop whose batches it has
+    made no step with: in an evaluation nobody commits, and all would wait. Then its iteration ends, and
+    positions of that epoch that come back are dealt first in the next one. In `ssp`, and at a site, `wait`
+    must be 0: others may wait for this worker to go on.
 
     An interrupted iteration goes on after the consumed samples; `set_epoch` abandons it.
 
@@ -92,6 +111,8 @@ class LeasedSampler(Sampler[int]):
         on_index: Callable[[LeasedSampler], None] | None = None,
         mixes: Callable[[str], None] = lambda _line: None,
         empty: Callable[[str], None] = lambda _line: None,
+        waited: Callable[[str], None] = lambda _line: None,
+        taken: Taken | None = None,
         rank: int = 0,
         shares: GroupShares | None = None,
         in_batches: bool = False,
@@ -110,16 +131,30 @@ class LeasedSampler(Sampler[int]):
             on_index: called with the sampler before each index.
             mixes: called with a warning when samples of an earlier epoch come in the loop of a later one.
             empty: called with a warning when a loop ends without a sample, since others have leased all.
-            rank: the worker's number, for that warning.
+            waited: called with a warning when the worker has waited in vain for samples that others hold.
+            taken: returns what the script has taken of a DataLoader; None: loops without steps are told by
+                torch.no_grad() alone, as in a group, whose members must decide alike.
+            rank: the worker's number, for those warnings.
             shares: the parts in which a group's members take batches; None: there are no batches of a group.
             in_batches: True if LeasedBatches makes batches of the indices.
         """
         self._samples, self._hand = Samples(SampleOrder(dataset, seed, shuffle)), InHand()
         self._workers = max(1, workers)
         self._leasing = Leasing(
-            self._samples, self._hand, lease, number, lease_size, wait, shares, workers=self._workers
+            self._samples,
+            self._hand,
+            lease,
+            number,
+            lease_size,
+            wait,
+            shares,
+            workers=self._workers,
+            in_vain=self._waited_in_vain,
+            tells_idle=taken is not None,
         )
         self._on_index, self._mixes, self._empty, self._rank = on_index, mixes, empty, rank
+        self._waited, self._taken_of = waited, taken
+        self._loop_before: tuple[object | None, int] = (None, 0)  # as this iteration began
         self.shuffle = shuffle
         self.given = 0
         self._batches = None if shares is None else shares.batches
@@ -160,8 +195,8 @@ class LeasedSampler(Sampler[int]):
             return
         self.end_loop(left=left)
         if not self._whole:
-            # The script abandons the epoch, so its leases are of no use.
-            self._leasing.clear()
+            # The script abandons the epoch, so its leases are of no use here.
+            self._leasing.give_back()
             if in_batches:
                 self._leasing.pending.clear()
         if in_batches and epoch < self._epoch:
@@ -373,8 +408,12 @@ class LeasedSampler(Sampler[int]):
 
     def _give(self) -> Iterator[int]:
         continued, self._begun = self._begun, True
+        if self._taken_of is not None:
+            self._loop_before = self._taken_of(self)
         while True:
-            if not self._leasing.queue and not self._leasing.more(self._epoch, self.given, self._batch):
+            if not self._leasing.queue and not self._leasing.more(
+                self._epoch, self.given, self._batch, self._trains
+            ):
                 self._whole = True
                 if not continued or self.given:
                     if not self.given and self._leasing.refused == self._epoch:
@@ -393,6 +432,24 @@ class LeasedSampler(Sampler[int]):
             if self._on_index is not None:
                 self._on_index(self)
             yield 0 if epoch < 0 else int(self._samples.left(epoch)[0][place])
+
+    def _trains(self) -> bool:
+        """Return False in a loop that does not train: the script has taken batches, and made no step with
+        any. Other workers may be in such a loop too, and then nobody commits what all wait for."""
+        if not torch.is_grad_enabled():
+            return False
+        if self._taken_of is None or self._reported or not self.given:
+            return True
+        loop, batches = self._taken_of(self)
+        if loop is None:  # the script loops over the sampler itself, and has taken all that was given
+            return False
+        # A loader with processes asks for indices before its loop is known.
+        before, count = self._loop_before
+        return batches - (count if loop is before else 0) < 2  # it may train on the first one yet
+
+    def _waited_in_vain(self, epoch: int, seconds: float) -> None:
+        at = script_line()
+        self._waited(_WAITED.format(self._rank, seconds, f" ({at})" * bool(at), epoch))
 
     # Between iterations
 
@@ -542,8 +599,13 @@ class Leasing:
         shares: GroupShares | None,
         *,
         workers: int,
+        in_vain: Callable[[int, float], None],
+        tells_idle: bool,
     ) -> None:
-        self._workers = workers
+        """See LeasedSampler. `in_vain` is called with an epoch, and the seconds for which this worker has
+        waited for its samples, none of which came. `tells_idle`: the hub is told of loops without steps."""
+        self._workers, self._in_vain, self._tells_idle = workers, in_vain, tells_idle
+        self._returned: list[Used] = []  # to give back with the next request
         self._samples, self._hand, self._lease = samples, hand, lease
         self._number, self._size, self._wait, self._shares = number, size, wait, shares
         self.queue: deque[SampleRange] = deque()
@@ -576,6 +638,17 @@ class Leasing:
         if self._shares is not None:
             self._shares.batches.ahead.clear()
 
+    def give_back(self) -> None:
+        """Give leased positions back to the hub, with the next request: the script has left their epoch, and
+        other workers may wait for them. What a group has leased stays its own."""
+        if self._shares is None:
+            self._returned += [
+                Used(sampler=self.key, epoch=epoch, start=start, stop=stop)
+                for epoch, start, stop in joined(self.queue)
+                if epoch >= 0
+            ]
+        self.clear()
+
     def turn_back(self, runs: Sequence[SampleRange]) -> None:
         """Queue runs again that were given and not used."""
         self.queue.extendleft(reversed(runs))
@@ -594,7 +667,7 @@ class Leasing:
         there = (*self.queue, *self._hand.runs, *self._hand.seen)
         return sorted({*self.pending, *(run[0] for run in there if run[0] >= 0)})
 
-    def more(self, epoch: int, given: int, batch: int) -> bool:
+    def more(self, epoch: int, given: int, batch: int, trains: Callable[[], bool]) -> bool:
         """Queue newly leased positions, of pending epochs before those of `epoch`; return False at the end of
         this worker's iteration.
 
@@ -603,22 +676,28 @@ class Leasing:
         Args:
             given: the samples that the worker was given in this iteration.
             batch: the samples of its largest batch.
+            trains: returns False in a loop without steps: then nobody waits for the others' positions.
         """
         if self.closed or epoch < self.target:
             self.closed = False
             return False
+        waits = self._wait > 0 and trains()
+        idle = self._tells_idle and self._wait > 0 and not waits
         for earlier in [each for each in self.pending if each != epoch]:
-            leased = self._ask(earlier, given, batch)
+            leased = self._ask(earlier, given, batch, idle=idle)
             if self._take(leased):
                 return True
             if leased.over and not self._may_come_back(leased):
                 self.pending.remove(earlier)
-        leased = self._ask(epoch, given, batch)
+        leased = self._ask(epoch, given, batch, idle=idle)
         # Two workers may wait for each other's positions: then the hub answers both that the epoch is over.
-        # In an evaluation nobody commits: positions that others hold stay theirs however long this one waits.
-        waits = self._wait > 0 and torch.is_grad_enabled()
-        if waits and not leased.over and leased.start >= leased.stop and not leased.length:
+        held = not leased.over and leased.start >= leased.stop and not leased.length
+        if held and waits:
+            began = time.monotonic()
             leased = self._ask(epoch, given, batch, self._wait)
+            seconds = time.monotonic() - began
+            if seconds >= self._wait and leased.start >= leased.stop and not leased.length:
+                self._in_vain(epoch, seconds)
         if self._take(leased):
             return True
         if self._samples.left(epoch)[0].numel():
@@ -635,17 +714,23 @@ class Leasing:
         """
         return leased.held or (self._shares is None and self._hand.holds(leased.epoch))
 
-    def _ask(self, epoch: int, given: int, batch: int, wait: float = 0.0) -> Leased:
+    def _ask(self, epoch: int, given: int, batch: int, wait: float = 0.0, *, idle: bool = False) -> Leased:
         """Lease samples of an epoch. Raises RunError for a lease beyond the epoch's end."""
         length = len(self._samples.left(epoch)[0])
         if not length:
             return Leased(sampler=self.key, epoch=epoch, start=0, stop=0, over=True)
+        more: dict[str, Any] = {"idle": True} if idle else {}
         if self._shares is None:
-            leased = self._lease(self.key, epoch, length, self._count(length, given, batch), wait)
+            count = self._count(length, given, batch)
+            if self._returned:
+                more["returned"] = self._returned
+            leased = self._lease(self.key, epoch, length, count, wait, **more)
+            self._returned = []
         else:
             # Of a short epoch no group takes all at once.
             count = min(BATCHES, max(1, length // self._shares.whole()))
-            leased = self._lease(self.key, epoch, length, count, wait, self._shares.cut(), self.rewinds)
+            cut = self._shares.cut()
+            leased = self._lease(self.key, epoch, length, count, wait, cut, self.rewinds, **more)
         if leased.stop > length:
             raise RunError(f"the hub leased samples to {leased.stop} of epoch {epoch}, which has {length}")
         return leased

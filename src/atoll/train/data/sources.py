@@ -27,20 +27,29 @@ from atoll.train.members.regrouping import Leases
 from atoll.train.sync.peers import Peers
 from atoll.wire.messages import MOST_CUT
 
-OnIndex = Callable[[AnySampler], None]
 WasLeft = Callable[[object], bool]
 Fill = Callable[[], int]  # returns the samples of a fill
 Arguments = Mapping[str, Any]  # seed, shuffle and drop_last
 
 
+class SamplerWatch(Protocol):
+    """The session's watch on its samplers (`train/data/batches.py`: SampledBatches)."""
+
+    def given_by(self, sampler: AnySampler) -> None:
+        """Note that `sampler` is about to give an index."""
+
+    def taken(self, sampler: LeasedSampler, /) -> tuple[object | None, int]:
+        """Return the latest loop over a DataLoader that has this sampler, and the batches that it gave."""
+
+
 class SamplerSource(Protocol):
     """The maker of this worker's samplers, which it adds to the session's state.
 
-    `on_index` is called with a sampler before each index that it gives.
+    `watch` hears of each index that a sampler gives.
     """
 
     def sampler(
-        self, dataset: Sized, order: Arguments, on_index: OnIndex
+        self, dataset: Sized, order: Arguments, watch: SamplerWatch
     ) -> ShardedSampler | LeasedSampler: ...
 
     def batches(
@@ -49,7 +58,7 @@ class SamplerSource(Protocol):
         whole: int,
         ahead: int | None,
         order: Arguments,
-        on_index: OnIndex,
+        watch: SamplerWatch,
         was_left: WasLeft,
         costs: Costs | None = None,
     ) -> BatchesSampler | LeasedBatches | PeerBatches:
@@ -243,9 +252,9 @@ class DealtData:
     ) -> None:
         self._state, self._least, self._shares = state, least, shares
 
-    def sampler(self, dataset: Sized, order: Arguments, on_index: OnIndex) -> ShardedSampler:
+    def sampler(self, dataset: Sized, order: Arguments, watch: SamplerWatch) -> ShardedSampler:
         state = self._state
-        made = ShardedSampler(dataset, rank=state.rank, world=state.world, on_index=on_index, **order)
+        made = ShardedSampler(dataset, rank=state.rank, world=state.world, on_index=watch.given_by, **order)
         state.samplers.append(made)
         return made
 
@@ -255,7 +264,7 @@ class DealtData:
         whole: int,
         ahead: int | None,
         order: Arguments,
-        on_index: OnIndex,
+        watch: SamplerWatch,
         was_left: WasLeft,
         costs: Costs | None = None,
     ) -> BatchesSampler:
@@ -272,7 +281,7 @@ class DealtData:
             fill=partial(_fill_for, state),
             rank=state.rank,
             world=state.world,
-            on_index=on_index,
+            on_index=watch.given_by,
             **order,
         )
         if shares is not None and schedule is not None:
@@ -291,9 +300,9 @@ class NodesData:
     def __init__(self, state: TrainingState, peers: Peers, least: Callable[[], int]) -> None:
         self._state, self._peers, self._least = state, peers, least
 
-    def sampler(self, dataset: Sized, order: Arguments, on_index: OnIndex) -> ShardedSampler:
+    def sampler(self, dataset: Sized, order: Arguments, watch: SamplerWatch) -> ShardedSampler:
         self._peers.check_alike("session.sampler", dataset, **order)
-        made = self._peers.sampler(dataset, **order, on_index=on_index)
+        made = self._peers.sampler(dataset, **order, on_index=watch.given_by)
         self._state.samplers.append(made)
         return made
 
@@ -303,7 +312,7 @@ class NodesData:
         whole: int,
         ahead: int | None,
         order: Arguments,
-        on_index: OnIndex,
+        watch: SamplerWatch,
         was_left: WasLeft,
         costs: Costs | None = None,
     ) -> PeerBatches:
@@ -318,7 +327,7 @@ class NodesData:
             **order,
             ahead=ahead,
             fill=partial(_fill_for, self._state),
-            on_index=on_index,
+            on_index=watch.given_by,
         )
         self._state.samplers.append(made)
         return made
@@ -355,14 +364,14 @@ class LeasedData:
         self._members, self._wait, self._warn_once = members, wait, warn_once
         self._in_group = in_group
 
-    def sampler(self, dataset: Sized, order: Arguments, on_index: OnIndex) -> LeasedSampler:
-        return self._sampler(dataset, order, on_index, None, in_batches=False)
+    def sampler(self, dataset: Sized, order: Arguments, watch: SamplerWatch) -> LeasedSampler:
+        return self._sampler(dataset, order, watch, None, in_batches=False)
 
     def _sampler(
         self,
         dataset: Sized,
         order: Arguments,
-        on_index: OnIndex,
+        watch: SamplerWatch,
         shares: GroupShares | None,
         *,
         in_batches: bool,
@@ -377,9 +386,11 @@ class LeasedData:
             seed=order["seed"],
             shuffle=order["shuffle"],
             wait=self._wait,
-            on_index=on_index,
+            on_index=watch.given_by,
             mixes=partial(self._warn_once, "late samples"),
             empty=partial(self._warn_once, "no samples"),
+            waited=partial(self._warn_once, "waited in vain"),
+            taken=watch.taken if self._in_group is None else None,
             rank=self._state.rank,
             shares=shares,
             in_batches=in_batches,
@@ -394,7 +405,7 @@ class LeasedData:
         whole: int,
         ahead: int | None,
         order: Arguments,
-        on_index: OnIndex,
+        watch: SamplerWatch,
         was_left: WasLeft,
         costs: Costs | None = None,
     ) -> LeasedBatches:
@@ -402,7 +413,7 @@ class LeasedData:
         check("call", Choices({"call": "session.batches", "data": "leased", "cost": costs is not None}))
         fill = partial(_fill_for, self._state)
         shares = None if self._in_group is None else self._in_group(whole, fill)
-        leased = self._sampler(dataset, order, on_index, shares, in_batches=True)
+        leased = self._sampler(dataset, order, watch, shares, in_batches=True)
         return LeasedBatches(leased, partial(self._size, whole), shares, was_left)
 
     def _size(self, whole: int) -> int:

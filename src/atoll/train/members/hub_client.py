@@ -340,6 +340,9 @@ class HubClient:
         contributor: int = 0,
         block: int = 0,
         cut: Cut | None = None,
+        returned: Sequence[Used] = (),
+        *,
+        idle: bool = False,
     ) -> Leased:
         """Lease up to `count` positions of an epoch of `length` samples.
 
@@ -356,6 +359,8 @@ class HubClient:
             contributor: of a group's member, the group (wire/messages.py: Lease).
             block: of a group's member, the block's number (wire/messages.py: Lease).
             cut: of a group's member, the parts in which members take batches (wire/messages.py: Lease).
+            returned: leased positions that this worker gives back.
+            idle: True in a loop without steps (wire/messages.py: Lease).
         """
         request = Lease(
             incarnation=self._incarnation,
@@ -366,6 +371,8 @@ class HubClient:
             contributor=contributor,
             block=block,
             cut=cut,
+            returned=list(returned),
+            idle=idle,
         )
         start, pause = time.monotonic(), _ASK_AGAIN[0]
         while True:
@@ -376,6 +383,7 @@ class HubClient:
                 leased = self._lease(request, f"samples of epoch {epoch}")
             finally:
                 self._asked = None
+            request = msgspec.structs.replace(request, returned=[])
             waited = time.monotonic() - start
             if leased.over or leased.start < leased.stop or leased.block or not patient:
                 self.seconds_waited += waited

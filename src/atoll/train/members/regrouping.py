@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -26,7 +26,7 @@ from atoll.train.members.attendance import Attendance
 from atoll.train.members.hub_client import HubClient
 from atoll.train.sync.servedmodels import ServedModels
 from atoll.train.sync.uplink import Speaker
-from atoll.wire.messages import Arrive, Cut, Grouped, Leased, Reformed
+from atoll.wire.messages import Arrive, Cut, Grouped, Leased, Reformed, Used
 
 ARRIVING = "arriving"  # the name of a group's Arrive, which is sent again until answered
 
@@ -92,6 +92,9 @@ class Leases:
         wait: float,
         cut: Cut | None = None,
         rewinds: int = 0,
+        returned: Sequence[Used] = (),
+        *,
+        idle: bool = False,
     ) -> Leased:
         """Lease positions of an epoch (see `HubClient.lease`).
 
@@ -100,14 +103,26 @@ class Leases:
                 group takes such batches whole.
             rewinds: how often the script has gone back to an earlier epoch. Members may have asked for unlike
                 numbers of an epoch's blocks before, so all go on at one number then.
+            returned: positions that this worker gives back. What a group has leased stays its own, since
+                other members have parts of it.
+            idle: True in a loop without steps.
         """
         if not self._contributor:
             own = count if cut is None else count * sum(cut.parts.values())
-            return self._hub.lease(sampler, epoch, length, own, wait)
+            return self._hub.lease(sampler, epoch, length, own, wait, returned=returned, idle=idle)
+        more: dict[str, Any] = {"idle": True} if idle else {}
         blocks = self._blocks.setdefault(sampler, {})
         block = max(blocks.get(epoch, 0), rewinds * BLOCKS_A_REWIND) + 1
         leased = self._hub.lease(
-            sampler, epoch, length, count, wait, contributor=self._contributor, block=block, cut=cut
+            sampler,
+            epoch,
+            length,
+            count,
+            wait,
+            contributor=self._contributor,
+            block=block,
+            cut=cut,
+            **more,
         )
         if leased.block:
             blocks.pop(epoch, None)  # the epochs stand in the order in which they were asked for last
