@@ -22,6 +22,7 @@ from atoll.chunks import Chunk
 from atoll.core.config import LinkOptions
 from atoll.core.errors import RunError
 from atoll.exchange.coding import CODED_DTYPE, PLAIN, Coding, bytes_of
+from atoll.exchange.zeros import without_zeros
 from atoll.net.lossychunks import Priorities
 from atoll.net.returning import elements_in_block
 from atoll.net.tunnel import Lossy
@@ -52,11 +53,13 @@ class Written:
         payload: the encoded bytes.
         values: the values as the receiver reads them.
         lossy: the blocks of the payload that must arrive; None for all of it.
+        shortened: True if the payload is without its runs of zeros (exchange/zeros.py).
     """
 
     payload: memoryview
     values: Tensor
     lossy: Lossy | None
+    shortened: bool = False
 
 
 class Feedback:
@@ -143,6 +146,7 @@ class Feedback:
         *,
         start: int = 0,
         along: Mapping[int, Tensor] | None = None,
+        sparse: bool = False,
     ) -> Written:
         """Write a run of a contribution, with the residual added.
 
@@ -158,6 +162,8 @@ class Feedback:
             weight: the contribution's weight.
             along: by chunk, (extent,): added in place of the residual here, to a contribution that another
                 member may have sent before (see `again`), so that its bytes do not depend on the sender.
+            sparse: True if the gradients are sparse, so that most of them may be zeros: the payload then goes
+                without its runs of zeros, unless that is no shorter, or parts of it may be lost.
         """
         flight, held = None, None
         drops = self._link.lossy or chunk in self._residuals
@@ -177,7 +183,11 @@ class Feedback:
                 held = flight.claim.of(start, stop)
         added = values if held is None else values + held
         payload, read = self._code(exchange, chunk, added)
-        return Written(payload, read, None if flight is None else self._leave(exchange, chunk, added, read))
+        lossy = None if flight is None else self._leave(exchange, chunk, added, read)
+        shortened = without_zeros(payload) if sparse and lossy is None else None
+        if shortened is None:
+            return Written(payload, read, lossy)
+        return Written(shortened, read, None, shortened=True)
 
     def _code(self, exchange: int, chunk: int, added: Tensor) -> tuple[memoryview, Tensor]:
         """Return a run's payload, and its values as the receiver reads them."""

@@ -15,7 +15,7 @@ from atoll.server.logexecutor import LogExecutor
 from atoll.store.pulls import PullRequest
 from atoll.wire import messages
 from atoll.wire.lost import ZERO
-from atoll.wire.messages import AnyMessage, Hello, WireError, decode_untrusted
+from atoll.wire.messages import AnyMessage, Hello, WireError, decode_untrusted, encode
 
 IN_BOX = 64  # messages that may wait while chunks are stepped
 
@@ -129,12 +129,14 @@ class Inbox:
     def _do(self, handler: Handler, heard: Heard, received: Received) -> str:
         """Record a message and handle it; returns why it is refused. A Push is recorded decoded, so that a
         journal's replay and a standby have the same bits, whatever the codec."""
-        model = self._training.model
+        model, header = self._training.model, received.header
         if isinstance(heard.message, messages.Push) and model is not None:
             try:
                 push, payload = model.decoded(heard.message, heard.payload)
             except WireError as error:
                 return f"chunk {heard.message.chunk} of iteration {heard.message.iteration}: {error}"
+            if push.shortened != heard.message.shortened:
+                header = encode(push)  # the payload has its zeros again
             heard = Heard(heard.peer, heard.hello, push, payload)
-        self._kept.note_message(heard, received.header)
+        self._kept.note_message(heard, header)
         return handler(heard)

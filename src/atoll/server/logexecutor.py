@@ -11,7 +11,6 @@ from atoll.server.checks import no_share
 from atoll.server.common import Common
 from atoll.server.heard import NOT_SET_UP, Handler, Heard
 from atoll.server.model import Model
-from atoll.server.payloads import payload_of
 from atoll.store.entries import AnyEntry
 from atoll.store.pulls import AnyPull, PullRequest
 from atoll.wire import messages
@@ -132,20 +131,21 @@ class LogExecutor:
     def _send_mean(self, peer: bytes, worker: int, chunk: int, pull: messages.PullMean, run: slice) -> None:
         mean = self._model.mean
         assert mean is not None
-        values, present = mean.chunks[chunk]
+        payload, shortened = self._model.mean_payload(chunk, run)
         self._peers.send(
             peer,
             messages.Mean(
                 iteration=mean.iteration,
                 chunk=chunk,
-                present=present,
+                present=mean.chunks[chunk][1],
                 weight=mean.weight,
                 samples=mean.samples,
                 share=pull.share,
                 shares=pull.shares,
                 lost=self._model.lost_of(worker, pull, chunk),
+                shortened=shortened,
             ),
-            payload_of(values)[run],
+            payload,
         )
 
     def _handle_pull_state(self, heard: Heard) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
@@ -20,6 +20,7 @@ from atoll.core.points import reach
 from atoll.core.weighing import KNOWN
 from atoll.exchange.codecs import codec_named
 from atoll.exchange.coding import Coding, bytes_of
+from atoll.exchange.zeros import with_zeros, without_zeros
 from atoll.server.checks import Checks, wrong_size
 from atoll.server.heard import NOT_SET_UP
 from atoll.server.inflight import InFlight
@@ -53,6 +54,7 @@ from atoll.wire.messages import (
     Setup,
     State,
     StateEnd,
+    WireError,
     run_of,
 )
 
@@ -67,7 +69,9 @@ _layouts: msgspec.msgpack.Decoder[ChunkMap] = msgspec.msgpack.Decoder(ChunkMap)
 
 @dataclass(frozen=True)
 class MeanOf:
-    """A combined mean: values and presence of each chunk, and the sums of weights and samples."""
+    """A combined mean: values and presence of each chunk, and the sums of weights and samples. `shortened`
+    has runs of chunks without their zeros, by chunk, begin and end in bytes; None: it would be no
+    shorter."""
 
     iteration: int
     chunks: dict[int, tuple[Tensor, bytes]]
@@ -75,6 +79,7 @@ class MeanOf:
     samples: float
     basis: str = KNOWN  # how certain the least certain weight is
     alike: float = 1.0  # number of workers with weight
+    shortened: dict[tuple[int, int, int], memoryview | None] = field(default_factory=dict)
 
 
 class MeanState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -182,6 +187,7 @@ class Model:
         self._lent: dict[int, Lent] = {}  # chunks whose values are or were being sent to workers
         self._replaced: set[tuple[int, int, int]] = set()  # worker, iteration, chunk
         self._written: set[tuple[int, int, int]] = set()  # of chunks whose values the worker has written
+        self.sparse: set[int] = set()  # chunks of which a worker has sent gradients without their zeros
         self.iterations = setup.steps
 
     @property
@@ -380,13 +386,23 @@ class Model:
     # -- contributions ------------------------------------------------------------------------------------
 
     def decoded(self, push: Push, payload: memoryview | None) -> tuple[Push, memoryview | None]:
-        """Undo the run's codec, and describe the link's losses by element. Raises WireError for an invalid
-        payload."""
-        held = push.chunk in self.chunks and push.share < push.shares
-        writes = held and self.coding.writes(self._layout.chunks[push.chunk].dtype)
-        if not writes or not any(push.present):
+        """Put back the zeros that a payload goes without, undo the run's codec, and describe the link's
+        losses by element. Raises WireError for an invalid payload."""
+        if push.chunk not in self.chunks or push.share >= push.shares or not any(push.present):
+            return msgspec.structs.replace(push, shortened=False) if push.shortened else push, payload
+        writes = self.coding.writes(self._layout.chunks[push.chunk].dtype)
+        if not writes and not push.shortened:
             return push, payload
         start, stop = run_of(self.checks.extent(push.chunk), push.share, push.shares)
+        if push.shortened:
+            if push.lost is not None:
+                raise WireError("a part of it was lost, and it goes without its zeros")
+            itemsize = self.optimizer.dtype(push.chunk).itemsize
+            size = self.coding.codec.size(stop - start) if writes else (stop - start) * itemsize
+            push, payload = msgspec.structs.replace(push, shortened=False), with_zeros(payload, size)
+            self.sparse.add(push.chunk)
+        if not writes:
+            return push, payload
         if push.lost is None:
             return push, bytes_of(self.coding.decode(payload, stop - start))
         values, lost = self.coding.decode_lossy(payload, stop - start, push.lost)
@@ -497,6 +513,17 @@ class Model:
             for each, (_, _, present) in zip(action.losses, parts, strict=True)
         ]
         return weighted_mean(parts, gaps)
+
+    def mean_payload(self, chunk: int, run: slice) -> tuple[memoryview, bool]:
+        """Return a run of a chunk's mean as a payload, and True if that is without its zeros. `run` is in
+        bytes. Call it only while there is a mean."""
+        assert self.mean is not None
+        whole, kept = payload_of(self.mean.chunks[chunk][0])[run], self.mean.shortened
+        key = chunk, run.start, run.stop
+        if chunk in self.sparse and key not in kept:
+            kept[key] = without_zeros(whole)
+        short = kept.get(key)
+        return (whole, False) if short is None else (short, True)
 
     def _step(self, action: StepChunks, before: Done, done: Done) -> None:
         assert self.mean is not None

@@ -27,6 +27,7 @@ from atoll.core.errors import RunError, UserError
 from atoll.core.points import reach
 from atoll.exchange.feedback import Feedback
 from atoll.exchange.link import ShardLink
+from atoll.exchange.zeros import with_zeros
 from atoll.server.model import HELD, Done, Holder, MeanOf, Model, ModelState, Send, SiteState
 from atoll.server.payloads import payload_of
 from atoll.server.records import StatePayload
@@ -37,7 +38,7 @@ from atoll.store.balance import balance
 from atoll.store.pulls import AnyPull
 from atoll.tensors.payload import tensor_of
 from atoll.wire import messages
-from atoll.wire.messages import AnyMessage, Setup, Used, WorkerStand
+from atoll.wire.messages import AnyMessage, Setup, Used, WireError, WorkerStand
 
 Passing: TypeAlias = Callable[[ShardLink], None]  # an operation with the global shards
 Gradients: TypeAlias = tuple[Tensor, bytes]  # a chunk's gradients, and their presence by slot
@@ -290,7 +291,11 @@ class SiteModel(Model):
     ) -> None:
         """Under bsp: send up the site's mean and wait for the mean over all sites."""
         for chunk in self.chunks:
-            self._up.push(self._upstream, chunk, *mean(chunk), action.weight, self.clock, CONTRIBUTION)
+            sparse = chunk in self.sparse
+            values, present = mean(chunk)
+            self._up.push(
+                self._upstream, chunk, values, present, action.weight, self.clock, CONTRIBUTION, sparse=sparse
+            )
         counted = action.weight, action.samples, action.basis, action.alike
         self._up.commit(self._upstream, counted, [], used, self.clock, CONTRIBUTION)
         self._await_mean(action.iteration, done)
@@ -306,7 +311,8 @@ class SiteModel(Model):
             self._take_losses(message.iteration, message)
             if self.mean is None:
                 self.mean = MeanOf(iteration, {}, message.weight, message.samples)
-            self.mean.chunks[message.chunk] = self._tensor(message.chunk, payload, shard), message.present
+            values = self._tensor(message.chunk, payload, shard, shortened=message.shortened)
+            self.mean.chunks[message.chunk] = values, message.present
             self._lacking.discard(message.chunk)
             reach("site.answered", self.clock)
             done(message.chunk)
@@ -389,7 +395,8 @@ class SiteModel(Model):
         """Under ssp and asp: send up the gradients of the site's step as one contribution."""
         weight = _weight(action, mean)
         for chunk, values, present in self._made_of(action, mean, edits):
-            self._up.push(upstream, chunk, values, present, weight, clock, STEP)
+            sparse = chunk in self.sparse
+            self._up.push(upstream, chunk, values, present, weight, clock, STEP, sparse=sparse)
         self._up.commit(upstream, (weight, mean.samples, mean.basis, mean.alike), settings, used, clock, STEP)
 
     def _made_of(self, action: StepChunks, mean: MeanOf, edits: Edits) -> Iterator[tuple[int, Tensor, bytes]]:
@@ -458,8 +465,15 @@ class SiteModel(Model):
     def _missing(self) -> list[int]:
         return sorted({self._shard_of[chunk] for chunk in self._lacking})
 
-    def _tensor(self, chunk: int, payload: memoryview | None, shard: int) -> Tensor:
+    def _tensor(
+        self, chunk: int, payload: memoryview | None, shard: int, *, shortened: bool = False
+    ) -> Tensor:
         expected = self.optimizer.nbytes(chunk)
+        if shortened:
+            try:
+                payload = with_zeros(payload, expected)
+            except WireError as error:
+                raise RunError(f"global shard {shard} sent for chunk {chunk} {error}") from None
         if payload is None or payload.nbytes != expected:
             got = 0 if payload is None else payload.nbytes
             raise RunError(f"global shard {shard} sent {got} bytes for chunk {chunk}, which has {expected}")

@@ -47,9 +47,12 @@ class Uplink:
             own = msgspec.structs.replace(setup, chunks=chunks, shards=shards)
             link.send(shard, own, until=SET_UP)
 
-    def outgoing(self, chunk: int, values: Tensor, present: bytes, weight: float, clock: int) -> Written:
-        """Encode a chunk's gradients, (extent,), with the residual added."""
-        return self._feedback.write(clock, chunk, values, present, weight)
+    def outgoing(
+        self, chunk: int, values: Tensor, present: bytes, weight: float, clock: int, *, sparse: bool = False
+    ) -> Written:
+        """Encode a chunk's gradients, (extent,), with the residual added; `sparse` as in
+        `Feedback.write`."""
+        return self._feedback.write(clock, chunk, values, present, weight, sparse=sparse)
 
     def push(
         self,
@@ -60,10 +63,12 @@ class Uplink:
         weight: float,
         clock: int,
         until: str,
+        *,
+        sparse: bool,
     ) -> None:
-        """Send a chunk of the site's contribution to iteration `clock`."""
+        """Send a chunk of the site's contribution to iteration `clock`; `sparse` as in `Feedback.write`."""
         shard = self._shard_of[chunk]
-        written = self.outgoing(chunk, values, present, weight, clock)
+        written = self.outgoing(chunk, values, present, weight, clock, sparse=sparse)
         push = messages.Push(
             incarnation=self._incarnation,
             iteration=clock,
@@ -71,6 +76,7 @@ class Uplink:
             chunks_in_all=sum(place == shard for place in self._shard_of.values()),
             present=present,
             late=self._feedback.holds_back,
+            shortened=written.shortened,
         )
         link.send(shard, push, written.payload, until, written.lossy)
 

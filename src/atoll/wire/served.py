@@ -93,6 +93,9 @@ class Push(Message, frozen=True):
     `late`: parts of the payload that the link loses come with a later one, so they count as zeros now, not as
     absent. `lost` is set by the shard, from the link's report, for its journal and standby; a worker does not
     set it.
+
+    `shortened`: the payload goes without its runs of zeros (exchange/zeros.py), as of sparse gradients. Then
+    all of it must arrive. The shard puts the zeros back before anything else, and clears it.
     """
 
     incarnation: Count
@@ -105,6 +108,7 @@ class Push(Message, frozen=True):
     shares: Annotated[int, Meta(ge=1, le=4096)] = 1
     late: bool = False
     lost: LostBlocks | None = None
+    shortened: bool = False
 
 
 class Commit(Message, frozen=True):
@@ -210,7 +214,8 @@ class PullMean(Message, frozen=True):
 
 class Mean(Message, frozen=True):
     """Payload: a chunk's mean gradient; `present`: where any worker had one; `weight`, `samples`: sums.
-    `lost`: what was lost of the asker's own contribution to it, of this run; None: nothing."""
+    `lost`: what was lost of the asker's own contribution to it, of this run; None: nothing. `shortened`: the
+    payload goes without its runs of zeros, as a Push's may."""
 
     iteration: Count
     chunk: Count
@@ -220,6 +225,7 @@ class Mean(Message, frozen=True):
     share: Count = 0  # and `shares`: the run that this is of the chunk, as Push's
     shares: Annotated[int, Meta(ge=1, le=4096)] = 1
     lost: LostBlocks | None = None
+    shortened: bool = False
 
 
 class Pull(Message, frozen=True):

@@ -48,6 +48,7 @@ class BucketChunk:
         self.late = False  # True: wait for the end of backward, since gradients come more than once
         self._odd = False  # a gradient of the iteration is sparse, or carries a graph
         self.shows_sparse = False  # `collect` has found a sparse gradient
+        self.had_sparse = False  # a gradient of this iteration or of an earlier one is sparse
         self._with_graph: list[int] = []  # slots whose shown mean carries a graph
 
     def begin(self) -> None:
@@ -68,6 +69,7 @@ class BucketChunk:
             if gradient.requires_grad or gradient.layout != torch.strided:
                 check_summable(self.bound.names[index], gradient)
                 self._odd = True
+                self.had_sparse = self.had_sparse or gradient.is_sparse
 
     def move(self, flat: Tensor) -> None:
         """Reduce in other memory from now on. This worker's own gradients stay where they are, and are taken

@@ -232,7 +232,7 @@ class Means(Answers):
         if not any(self._connection.shard_of[chunk] == shard for chunk in self.words):
             self._answers(shard)
         self._feedback.answered(message.iteration, message.chunk, message.lost)
-        values = values_of(payload, bound, shard, self._share)
+        values = values_of(payload, bound, shard, self._share, shortened=message.shortened)
         self._staged[message.chunk] = values.clone() if self._of_group else self._store.keep(bound, values)
         self.words[message.chunk] = message
 

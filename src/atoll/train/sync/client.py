@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -48,6 +49,7 @@ class Outgoing:
         own: its weight and samples; of a group, those of all members.
         flats: the gradients by chunk, as `Store.read` returns them.
         present: for each chunk and each slot, True if there is a gradient.
+        sparse: the chunks with sparse gradients.
         used: the data that the iteration used up.
         able: the names of the members that have all of the contribution.
         speeds: reports on the speed of the workers whose gradients it has.
@@ -67,6 +69,7 @@ class Outgoing:
     own: ContributionWeight
     flats: Mapping[int, Tensor | Leaving]
     present: Mapping[int, Sequence[bool]]
+    sparse: Collection[int] = ()
     used: list[Used] = field(default_factory=list)
     able: list[int] = field(default_factory=list)
     speeds: Speeds = field(default_factory=dict)
@@ -134,7 +137,7 @@ class ServerClient:
             nothing = torch.zeros(1, dtype=bound.dtype).expand(bound.chunk.extent)
             flats[bound.chunk.id] = self._store.read(bound, turn) if reads else nothing
             present[bound.chunk.id] = [here and counts for here in self._store.present(bound)]
-        return Outgoing(iteration, own, flats, present, **more)
+        return Outgoing(iteration, own, flats, present, self._store.sparse_chunks(), **more)
 
     # -- a contribution -----------------------------------------------------------------------------------
 
@@ -148,7 +151,8 @@ class ServerClient:
         self.begin()
         for bound in self._chunks:
             flat, present = out.flats[bound.chunk.id], out.present[bound.chunk.id]
-            self.push(out.iteration, bound, flat, present, out.own.weight, share, **how)
+            sparse = bound.chunk.id in out.sparse
+            self.push(out.iteration, bound, flat, present, out.own.weight, share, sparse=sparse, **how)
 
     def push(
         self,
@@ -160,6 +164,7 @@ class ServerClient:
         share: tuple[int, int] = (0, 1),
         *,
         along: Mapping[int, Tensor] | None = None,
+        sparse: bool = False,
         pull: bool = True,
         until: Hashable = CONTRIBUTION,
     ) -> None:
@@ -176,6 +181,7 @@ class ServerClient:
             weight: the contribution's weight.
             share: the run of the chunk to push, and the number of runs.
             along: see `Feedback.write`; given if another member may have sent the contribution before.
+            sparse: see `Feedback.write`. Gradients that are put together as they leave go with their zeros.
             pull: False to ask for nothing.
             until: the resend topic.
         """
@@ -203,8 +209,10 @@ class ServerClient:
             self._sent((stop - start) * bound.dtype.itemsize)
             return
         written = self._feedback.write(
-            iteration, chunk_id, flat[start:stop], present, weight, start=start, along=along
+            iteration, chunk_id, flat[start:stop], present, weight, start=start, along=along, sparse=sparse
         )
+        if written.shortened:
+            message = msgspec.structs.replace(message, shortened=True)
         shards.send(shard, message, written.payload, until=until, lossy=written.lossy)
         self._sent(written.payload.nbytes)
 

@@ -14,9 +14,10 @@ from atoll.core.config import LinkOptions
 from atoll.core.errors import RunError
 from atoll.exchange.coding import PLAIN, Coding
 from atoll.exchange.link import ShardLink
+from atoll.exchange.zeros import with_zeros
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.payload import tensor_of
-from atoll.wire.messages import Committed, Mean, Used, run_of
+from atoll.wire.messages import Committed, Mean, Used, WireError, run_of
 
 # Resend topics: a message is sent again until its topic is answered. A contribution is answered by the mean
 # under bsp, else by the parameters.
@@ -93,14 +94,25 @@ def check_mean(shard_of: Mapping[int, int], shard: int, mean: Mean, bound: Bound
 
 
 def values_of(
-    payload: memoryview | None, bound: BoundChunk, shard: int, share: tuple[int, int] = (0, 1)
+    payload: memoryview | None,
+    bound: BoundChunk,
+    shard: int,
+    share: tuple[int, int] = (0, 1),
+    *,
+    shortened: bool = False,
 ) -> Tensor:
-    """Return the values of a chunk, or of a share of it, in the memory of `payload`, 1-D.
+    """Return the values of a chunk, or of a share of it, 1-D: in the memory of `payload`, or in new memory if
+    that is `shortened`, without its runs of zeros.
 
     Raises RunError if their number is wrong.
     """
     start, stop = run_of(bound.chunk.extent, *share)
     expected = (stop - start) * bound.dtype.itemsize
+    if shortened:
+        try:
+            payload = with_zeros(payload, expected)
+        except WireError as error:
+            raise RunError(f"shard {shard} sent for chunk {bound.chunk.id} {error}") from None
     got = 0 if payload is None else len(payload)
     if got != expected:
         raise RunError(f"shard {shard} sent {got} bytes for chunk {bound.chunk.id}, which has {expected}")

@@ -425,7 +425,8 @@ class MeanExchange(Server):
         present = [p.grad is not None and own.weight > 0 for p in chunk.bound.parameters]
         if own.weight == 0:
             chunk.published.flat.zero_()
-        self._client.push(self.steps, chunk.bound, chunk.published.flat, present, own.weight)
+        flat, sparse = chunk.published.flat, chunk.had_sparse
+        self._client.push(self.steps, chunk.bound, flat, present, own.weight, sparse=sparse)
 
     def _is_whole(self, own: ContributionWeight, of_group: ContributionWeight) -> None:
         if self.group is not None:

@@ -56,6 +56,9 @@ class Store(Protocol):
         has answered.
         """
 
+    def sparse_chunks(self) -> list[int]:
+        """Return the chunks that have sparse gradients, or had some in an earlier iteration."""
+
     def put_away(self) -> Callable[[], None]:
         """Take the script's gradients out of the way of an iteration of others; return a function that puts
         them back."""
@@ -187,6 +190,11 @@ class Resident:
 
     def begin_leaving(self) -> None:
         """Do nothing: gradients are not examined as they leave."""
+
+    def sparse_chunks(self) -> list[int]:
+        if self._gradients:
+            return [chunk_id for chunk_id, chunk in self._gradients.items() if chunk.had_sparse]
+        return [bound.chunk.id for bound in self._bounds if _has_sparse(bound)]
 
     def put_away(self) -> Callable[[], None]:
         shown = []
@@ -419,6 +427,9 @@ class InTiers:
     def begin_leaving(self) -> None:
         self._nonfinite = []
 
+    def sparse_chunks(self) -> list[int]:
+        return []  # a gradient in tiers is dense, and leaves as it is read
+
     def put_away(self) -> Callable[[], None]:
         return lambda: None  # sums lie apart from the script's gradients
 
@@ -556,6 +567,10 @@ def gradient_as_it_lies(bound: BoundChunk, present: Sequence[bool]) -> Tensor | 
     if not alike or gradient.numel() != bound.chunk.extent or gradient.device.type != "cpu":
         return None
     return gradient.detach().as_strided((bound.chunk.extent,), (1,))
+
+
+def _has_sparse(bound: BoundChunk) -> bool:
+    return any(parameter.grad is not None and parameter.grad.is_sparse for parameter in bound.parameters)
 
 
 def _place(gradient: Tensor) -> int:
