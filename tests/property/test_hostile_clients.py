@@ -209,6 +209,26 @@ def test_a_chunk_comes_from_the_shard_that_holds_it(monkeypatch: pytest.MonkeyPa
             shards.close()
 
 
+@pytest.mark.parametrize(
+    "lie", [b"", b"\1", b"\xff" * 4, b"\1\0\0\0" * 3, b"\1\0\0\0\0\0\0\0\2\0\0\0", bytes(64), bytes(200)]
+)
+def test_a_mean_without_its_zeros_is_refused_in_a_line(monkeypatch: pytest.MonkeyPatch, lie: bytes) -> None:
+    """Where its runs are none of the chunk's."""
+    with lying(monkeypatch, "atoll.net.returning", 0, ()) as liar:
+        liar.honest, liar.lies = hello_only(m.Welcome(run=RUN, shard=-1)), False
+        shards = greeted(0.05)
+        model = Model(shards, "bsp")
+        mean = m.Mean(iteration=0, chunk=0, present=b"\1", weight=1.0, samples=1.0, shortened=True)
+        liar.clients[0].fed.append((m.encode(mean), memoryview(lie)))
+        with pytest.raises(
+            AtollError, match=r"shard 0 sent for chunk 0 .* payload without its zeros"
+        ) as raised:
+            model.iterate()
+        assert told_in_a_line(raised.value)
+        assert not model.weights[0].any()
+        shards.close()
+
+
 @pytest.mark.parametrize("shard", [0, 1])
 def test_the_log_alone_says_that_scripts_differ(monkeypatch: pytest.MonkeyPatch, shard: int) -> None:
     with lying(monkeypatch, "atoll.net.returning", 0, ()) as liar:

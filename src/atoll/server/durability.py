@@ -13,6 +13,7 @@ from typing import Protocol
 
 import msgspec
 
+from atoll.exchange.zeros import without_zeros
 from atoll.server.heard import Heard
 from atoll.server.journal import Journal
 from atoll.server.mirror import Mirror, MirroredShard
@@ -91,12 +92,26 @@ class Durability:
 
     # -- records, and actions that wait for them ---------------------------------------------------------
 
-    def note_message(self, heard: Heard, header: bytes) -> None:
-        """Record a message that is about to be handled, if it changes the shard. `header` is the message as
-        received."""
+    @property
+    def _records(self) -> bool:
+        """True if messages are recorded now."""
+        return not self.replaying and (self.journal is not None or self.mirror is not None)
+
+    def note_message(self, heard: Heard, header: bytes, *, shortened: bool = False) -> None:
+        """Record a message that is about to be handled, if it changes the shard.
+
+        `header` is the message as received. `shortened`: it is a Push that came without its zeros, and its
+        payload has them again.
+        """
+        if not self._records:
+            return
         message = heard.message
         if isinstance(message, messages.GiveState):
             self.note(heard.hello, header)  # the payload is only forwarded
+        elif shortened:
+            short = None if heard.payload is None else without_zeros(heard.payload)
+            push = msgspec.structs.replace(message, shortened=short is not None)
+            self.note(heard.hello, messages.encode(push), heard.payload if short is None else short)
         elif isinstance(message, messages.Push) and message.lost is not None:
             self.note(
                 heard.hello, messages.encode(message), heard.payload
@@ -106,7 +121,7 @@ class Durability:
 
     def note(self, hello: Hello, header: bytes, payload: memoryview | None = None) -> None:
         """Append a message to the journal and to the standby's stream."""
-        if self.replaying or (self.journal is None and self.mirror is None):
+        if not self._records:
             return
         index = hello.worker if hello.role == "worker" else max(0, hello.shard)
         told = HandledMessage(hello.role, index, hello.incarnation, msgspec.Raw(header), hello.member)

@@ -15,7 +15,7 @@ from atoll.server.logexecutor import LogExecutor
 from atoll.store.pulls import PullRequest
 from atoll.wire import messages
 from atoll.wire.lost import ZERO
-from atoll.wire.messages import AnyMessage, Hello, WireError, decode_untrusted, encode
+from atoll.wire.messages import AnyMessage, Hello, WireError, decode_untrusted
 
 IN_BOX = 64  # messages that may wait while chunks are stepped
 
@@ -128,15 +128,15 @@ class Inbox:
 
     def _do(self, handler: Handler, heard: Heard, received: Received) -> str:
         """Record a message and handle it; returns why it is refused. A Push is recorded decoded, so that a
-        journal's replay and a standby have the same bits, whatever the codec."""
-        model, header = self._training.model, received.header
+        journal's replay and a standby have the same bits, whatever the codec. One that came without its zeros
+        is recorded without them."""
+        model, shortened = self._training.model, False
         if isinstance(heard.message, messages.Push) and model is not None:
             try:
                 push, payload = model.decoded(heard.message, heard.payload)
             except WireError as error:
                 return f"chunk {heard.message.chunk} of iteration {heard.message.iteration}: {error}"
-            if push.shortened != heard.message.shortened:
-                header = encode(push)  # the payload has its zeros again
+            shortened = heard.message.shortened and not push.shortened
             heard = Heard(heard.peer, heard.hello, push, payload)
-        self._kept.note_message(heard, header)
+        self._kept.note_message(heard, received.header, shortened=shortened)
         return handler(heard)

@@ -388,8 +388,12 @@ class Model:
     def decoded(self, push: Push, payload: memoryview | None) -> tuple[Push, memoryview | None]:
         """Put back the zeros that a payload goes without, undo the run's codec, and describe the link's
         losses by element. Raises WireError for an invalid payload."""
-        if push.chunk not in self.chunks or push.share >= push.shares or not any(push.present):
-            return msgspec.structs.replace(push, shortened=False) if push.shortened else push, payload
+        if push.chunk not in self.chunks or push.share >= push.shares:
+            return push, payload
+        if not any(push.present):
+            if push.shortened:
+                raise WireError("it has no gradient, and goes without its zeros")
+            return push, payload
         writes = self.coding.writes(self._layout.chunks[push.chunk].dtype)
         if not writes and not push.shortened:
             return push, payload
@@ -397,9 +401,10 @@ class Model:
         if push.shortened:
             if push.lost is not None:
                 raise WireError("a part of it was lost, and it goes without its zeros")
-            itemsize = self.optimizer.dtype(push.chunk).itemsize
-            size = self.coding.codec.size(stop - start) if writes else (stop - start) * itemsize
-            push, payload = msgspec.structs.replace(push, shortened=False), with_zeros(payload, size)
+            if not writes:
+                return self.whole(push, payload)
+            payload = with_zeros(payload, self.coding.codec.size(stop - start))
+            push = msgspec.structs.replace(push, shortened=False)
             self.sparse.add(push.chunk)
         if not writes:
             return push, payload
@@ -407,6 +412,16 @@ class Model:
             return push, bytes_of(self.coding.decode(payload, stop - start))
         values, lost = self.coding.decode_lossy(payload, stop - start, push.lost)
         return msgspec.structs.replace(push, lost=lost), bytes_of(values)
+
+    def whole(self, push: Push, payload: memoryview | None) -> tuple[Push, memoryview | None]:
+        """Put back the zeros that decoded gradients go without, as a record's do. Raises WireError for an
+        invalid payload."""
+        if not push.shortened or push.chunk not in self.chunks or push.share >= push.shares:
+            return push, payload
+        run = self.checks.run_bytes(push.chunk, push.share, push.shares)
+        payload = with_zeros(payload, run.stop - run.start)
+        self.sparse.add(push.chunk)
+        return msgspec.structs.replace(push, shortened=False), payload
 
     def push(self, worker: int, push: Push, payload: memoryview | None) -> tuple[str, bool]:
         """Stage a chunk of a contribution; returns why it is refused, and True if the contribution is now

@@ -125,5 +125,7 @@ class Revival:
             if self._log is not None:
                 self._log.handle_join(hello.worker, hello.incarnation)
         else:
+            if isinstance(message, messages.Push) and self._training.model is not None:
+                message, payload = self._training.model.whole(message, payload)
             self._handlers[type(message)](Heard(b"", hello, message, payload))
         self._apply()

@@ -95,7 +95,8 @@ class Push(Message, frozen=True):
     set it.
 
     `shortened`: the payload goes without its runs of zeros (exchange/zeros.py), as of sparse gradients. Then
-    all of it must arrive. The shard puts the zeros back before anything else, and clears it.
+    all of it must arrive. The shard puts the zeros back before it handles the Push, and records it without
+    them.
     """
 
     incarnation: Count
