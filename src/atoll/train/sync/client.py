@@ -49,7 +49,6 @@ class Outgoing:
         own: its weight and samples; of a group, those of all members.
         flats: the gradients by chunk, as `Store.read` returns them.
         present: for each chunk and each slot, True if there is a gradient.
-        sparse: the chunks with sparse gradients.
         used: the data that the iteration used up.
         able: the names of the members that have all of the contribution.
         speeds: reports on the speed of the workers whose gradients it has.
@@ -63,13 +62,13 @@ class Outgoing:
         sent_in: the ring's generation in which this member sent its part; -1: in none.
         weights: for each optimizer the weight of its gradients; empty if none differs from that of `own`.
         ends: under bsp, True if newcomers may enter with the next iteration.
+        sparse: the chunks with sparse gradients.
     """
 
     iteration: int
     own: ContributionWeight
     flats: Mapping[int, Tensor | Leaving]
     present: Mapping[int, Sequence[bool]]
-    sparse: Collection[int] = ()
     used: list[Used] = field(default_factory=list)
     able: list[int] = field(default_factory=list)
     speeds: Speeds = field(default_factory=dict)
@@ -83,6 +82,7 @@ class Outgoing:
     sent_in: int = -1
     weights: list[float] = field(default_factory=list)
     ends: bool = True
+    sparse: Collection[int] = ()
 
 
 class ServerClient:
@@ -137,7 +137,7 @@ class ServerClient:
             nothing = torch.zeros(1, dtype=bound.dtype).expand(bound.chunk.extent)
             flats[bound.chunk.id] = self._store.read(bound, turn) if reads else nothing
             present[bound.chunk.id] = [here and counts for here in self._store.present(bound)]
-        return Outgoing(iteration, own, flats, present, self._store.sparse_chunks(), **more)
+        return Outgoing(iteration, own, flats, present, sparse=self._store.sparse_chunks(), **more)
 
     # -- a contribution -----------------------------------------------------------------------------------
 
