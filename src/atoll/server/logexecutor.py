@@ -131,7 +131,7 @@ class LogExecutor:
     def _send_mean(self, peer: bytes, worker: int, chunk: int, pull: messages.PullMean, run: slice) -> None:
         mean = self._model.mean
         assert mean is not None
-        payload, shortened = self._model.mean_payload(chunk, run)
+        payload, shortened = mean.payload(chunk, run, sparse=chunk in self._model.sparse)
         self._peers.send(
             peer,
             messages.Mean(

@@ -64,6 +64,8 @@ _MOST_SHARDS = 4096
 # Kinds of an image's parts; the key is a handle or a chunk.
 CONTRIBUTION, MEAN, HELD = "contribution", "mean", "held back"
 
+_MOST_SHORTENED = 16  # runs of a chunk of a mean that are kept without their zeros
+
 _layouts: msgspec.msgpack.Decoder[ChunkMap] = msgspec.msgpack.Decoder(ChunkMap)
 
 
@@ -80,6 +82,20 @@ class MeanOf:
     basis: str = KNOWN  # how certain the least certain weight is
     alike: float = 1.0  # number of workers with weight
     shortened: dict[tuple[int, int, int], memoryview | None] = field(default_factory=dict)
+
+    def payload(self, chunk: int, run: slice, *, sparse: bool) -> tuple[memoryview, bool]:
+        """Return a run of a chunk as a payload, and True if that is without its zeros. `run` is in bytes.
+        `sparse`: the chunk has sparse gradients."""
+        whole, key = payload_of(self.chunks[chunk][0])[run], (chunk, run.start, run.stop)
+        if not sparse:
+            return whole, False
+        if key in self.shortened:
+            short = self.shortened[key]
+        else:
+            short = without_zeros(whole)
+            if sum(kept == chunk for kept, _, _ in self.shortened) < _MOST_SHORTENED:  # clients name the runs
+                self.shortened[key] = short
+        return (whole, False) if short is None else (short, True)
 
 
 class MeanState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -385,25 +401,28 @@ class Model:
 
     # -- contributions ------------------------------------------------------------------------------------
 
-    def decoded(self, push: Push, payload: memoryview | None) -> tuple[Push, memoryview | None]:
+    def decoded(
+        self, push: Push, payload: memoryview | None, *, recorded: bool = False
+    ) -> tuple[Push, memoryview | None]:
         """Put back the zeros that a payload goes without, undo the run's codec, and describe the link's
-        losses by element. Raises WireError for an invalid payload."""
+        losses by element. A `recorded` payload is decoded already, but for its zeros. Raises WireError for an
+        invalid payload."""
         if push.chunk not in self.chunks or push.share >= push.shares:
             return push, payload
         if not any(push.present):
             if push.shortened:
                 raise WireError("it has no gradient, and goes without its zeros")
             return push, payload
-        writes = self.coding.writes(self._layout.chunks[push.chunk].dtype)
+        writes = not recorded and self.coding.writes(self._layout.chunks[push.chunk].dtype)
         if not writes and not push.shortened:
             return push, payload
         start, stop = run_of(self.checks.extent(push.chunk), push.share, push.shares)
         if push.shortened:
             if push.lost is not None:
                 raise WireError("a part of it was lost, and it goes without its zeros")
-            if not writes:
-                return self.whole(push, payload)
-            payload = with_zeros(payload, self.coding.codec.size(stop - start))
+            run = self.checks.run_bytes(push.chunk, push.share, push.shares)
+            size = self.coding.codec.size(stop - start) if writes else run.stop - run.start
+            payload = with_zeros(payload, size)
             push = msgspec.structs.replace(push, shortened=False)
             self.sparse.add(push.chunk)
         if not writes:
@@ -412,16 +431,6 @@ class Model:
             return push, bytes_of(self.coding.decode(payload, stop - start))
         values, lost = self.coding.decode_lossy(payload, stop - start, push.lost)
         return msgspec.structs.replace(push, lost=lost), bytes_of(values)
-
-    def whole(self, push: Push, payload: memoryview | None) -> tuple[Push, memoryview | None]:
-        """Put back the zeros that decoded gradients go without, as a record's do. Raises WireError for an
-        invalid payload."""
-        if not push.shortened or push.chunk not in self.chunks or push.share >= push.shares:
-            return push, payload
-        run = self.checks.run_bytes(push.chunk, push.share, push.shares)
-        payload = with_zeros(payload, run.stop - run.start)
-        self.sparse.add(push.chunk)
-        return msgspec.structs.replace(push, shortened=False), payload
 
     def push(self, worker: int, push: Push, payload: memoryview | None) -> tuple[str, bool]:
         """Stage a chunk of a contribution; returns why it is refused, and True if the contribution is now
@@ -528,17 +537,6 @@ class Model:
             for each, (_, _, present) in zip(action.losses, parts, strict=True)
         ]
         return weighted_mean(parts, gaps)
-
-    def mean_payload(self, chunk: int, run: slice) -> tuple[memoryview, bool]:
-        """Return a run of a chunk's mean as a payload, and True if that is without its zeros. `run` is in
-        bytes. Call it only while there is a mean."""
-        assert self.mean is not None
-        whole, kept = payload_of(self.mean.chunks[chunk][0])[run], self.mean.shortened
-        key = chunk, run.start, run.stop
-        if chunk in self.sparse and key not in kept:
-            kept[key] = without_zeros(whole)
-        short = kept.get(key)
-        return (whole, False) if short is None else (short, True)
 
     def _step(self, action: StepChunks, before: Done, done: Done) -> None:
         assert self.mean is not None

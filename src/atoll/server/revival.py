@@ -126,6 +126,6 @@ class Revival:
                 self._log.handle_join(hello.worker, hello.incarnation)
         else:
             if isinstance(message, messages.Push) and self._training.model is not None:
-                message, payload = self._training.model.whole(message, payload)
+                message, payload = self._training.model.decoded(message, payload, recorded=True)
             self._handlers[type(message)](Heard(b"", hello, message, payload))
         self._apply()

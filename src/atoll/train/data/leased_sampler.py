@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol, TypeAlias
 
@@ -149,11 +150,11 @@ class LeasedSampler(Sampler[int]):
             wait,
             shares,
             workers=self._workers,
-            in_vain=self._waited_in_vain,
+            in_vain=partial(_tell_of_wait, waited, rank),
             tells_idle=taken is not None,
         )
         self._on_index, self._mixes, self._empty, self._rank = on_index, mixes, empty, rank
-        self._waited, self._taken_of = waited, taken
+        self._taken_of = taken
         self._loop_before: tuple[object | None, int] = (None, 0)  # as this iteration began
         self.shuffle = shuffle
         self.given = 0
@@ -446,10 +447,6 @@ class LeasedSampler(Sampler[int]):
         # A loader with processes asks for indices before its loop is known.
         before, count = self._loop_before
         return batches - (count if loop is before else 0) < 2  # it may train on the first one yet
-
-    def _waited_in_vain(self, epoch: int, seconds: float) -> None:
-        at = script_line()
-        self._waited(_WAITED.format(self._rank, seconds, f" ({at})" * bool(at), epoch))
 
     # Between iterations
 
@@ -814,6 +811,11 @@ class LeasedBatches(Sampler[list[int]]):
         if self._shares is not None:
             return -(-self.sampler.left(in_loop=self._was_left(self)) // self._shares.whole())
         return -(-len(self.sampler) // self._size())
+
+
+def _tell_of_wait(tell: Callable[[str], None], rank: int, epoch: int, seconds: float) -> None:
+    at = script_line()
+    tell(_WAITED.format(rank, seconds, f" ({at})" * bool(at), epoch))
 
 
 def _filling(epoch: int) -> int:
